@@ -1,0 +1,345 @@
+"""Who are the other ranks, how is the model sharded over them, and what if one of them fails?
+
+``World(rank=0, size=1)`` makes every collective the identity, so the training loop never asks
+whether it runs under FSDP. A watcher thread ends the process when another rank failed or nothing
+moves any more: the main thread may be blocked in a collective and cannot notice.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from model import Transformer
+
+EXIT_STATUS = {"completed": 0, "failed": 1, "out_of_memory": 3, "preempted": 128 + signal.SIGTERM}
+# Building the model, the first compilation and a save may take long on one rank.
+SLOW_PHASE_S = 1800.0
+# torchrun kills what has not ended 30 s after it passed a SIGTERM on.
+TERMINATION_GRACE_S = 20.0
+POLL_S = 0.2
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job ended before its last step; what the ``End:`` record says."""
+
+    status: str
+    reason: str
+    phase: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among all ranks, and sums over them."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    num_nodes: int = 1
+    mesh: DeviceMesh | None = field(default=None, compare=False)
+    store: dist.Store | None = field(default=None, compare=False)
+
+    def sum_host(self, values: Sequence[float]) -> list[float]:
+        """Sum of numbers over all ranks, in fp64 and through the host: no GPU waits for it."""
+        return self._reduce_host(values, dist.ReduceOp.SUM)
+
+    def max_host(self, values: Sequence[float]) -> list[float]:
+        """Largest of numbers over all ranks, through the host."""
+        return self._reduce_host(values, dist.ReduceOp.MAX)
+
+    def _reduce_host(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, op)
+        return total.tolist()
+
+    def sum_over_shards(self, value: Tensor) -> Tensor:
+        """Sum a tensor, in place, over the ranks that together hold one copy of the model."""
+        if self.mesh is not None and self.mesh["shard"].size() > 1:
+            dist.all_reduce(value, group=self.mesh["shard"].get_group())
+        return value
+
+    def grad_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Norm of the whole gradient over all shards: a scalar on the device, in fp32.
+
+        Norms of local shards, squared, summed over the shards, and rooted: equal on all ranks.
+        """
+        local_norms = torch.stack(torch._foreach_norm(list(gradients), 2, torch.float32))
+        return self.sum_over_shards(local_norms.square().sum().to(self.device)).sqrt()
+
+
+def launched_world_size() -> int:
+    """Number of ranks that the launcher started (1 without one)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def pick_device() -> torch.device:
+    """This rank's GPU, or the CPU on a machine without GPUs.
+
+    Raises ValueError where the launcher started more ranks on this node than it has GPUs.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; "
+            "start at most that many ranks on it (--nproc-per-node)"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)  # before any process group: NCCL takes the current device
+    return device
+
+
+@contextlib.contextmanager
+def single_world() -> Iterator[World]:
+    """The world of a script that trains without FSDP: one rank, no process group.
+
+    Raises ValueError when a launcher started several ranks.
+    """
+    if launched_world_size() > 1:
+        raise ValueError("this script trains on one rank; use train_fsdp.py for several")
+    yield World(device=pick_device())
+
+
+@contextlib.contextmanager
+def sharded_world(replicas: int) -> Iterator[World]:
+    """Join the ranks that torchrun started (or be the only one), and leave at the end.
+
+    Tensors of the host travel through gloo, those of GPUs through NCCL.
+    """
+    device = pick_device()
+    rank, size = int(os.environ.get("RANK", "0")), launched_world_size()
+    store = _connect(rank, size)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("collectives", store),
+        rank=rank,
+        world_size=size,
+        # The watcher's deadline is the shorter one, and it knows what the job is doing.
+        timeout=timedelta(seconds=2 * SLOW_PHASE_S),
+        device_id=device if device.type == "cuda" else None,
+    )
+    mesh = init_device_mesh(
+        device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard")
+    )
+    num_nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    yield World(device, rank, size, num_nodes, mesh, _connect(rank, size))
+    dist.destroy_process_group()
+
+
+def _connect(rank: int, size: int) -> dist.Store:
+    """A connection of its own to the job's key-value store."""
+    if "MASTER_ADDR" not in os.environ:  # python train_fsdp.py: nobody to talk to
+        return dist.HashStore()
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=rank == 0 and not agent_serves,
+        timeout=timedelta(seconds=300),
+        multi_tenant=True,
+    )
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded: the dtype it computes in, and what is kept where."""
+
+    compute_dtype: torch.dtype
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+
+
+def shard(model: Transformer, world: World, sharding: Sharding) -> None:
+    """Shard a model on the meta device over the world's mesh (FSDP2; HSDP with replicas).
+
+    One group per block, and one each for the embedding and the head: gathered only around their
+    use. Gradients are reduced in fp32. The head is not resharded: its backward comes at once.
+    """
+    assert world.mesh is not None
+    on_gpu = world.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if sharding.cpu_offload else OffloadPolicy()
+    precision = MixedPrecisionPolicy(
+        param_dtype=sharding.compute_dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the rotary tables stay fp32
+    )
+
+    def wrap(module: nn.Module, reshard: bool) -> None:
+        fully_shard(
+            module,
+            mesh=world.mesh,
+            reshard_after_forward=reshard,
+            mp_policy=precision,
+            offload_policy=offload,
+        )
+
+    wrap(model.embedding, sharding.reshard_after_forward)
+    for block in model.blocks:
+        wrap(block, sharding.reshard_after_forward)
+    wrap(model.head, False)
+    wrap(model, False)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's share of a sharded tensor (the tensor itself where it is not sharded)."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Watch:
+    """Knows how the job is doing: signals received, other ranks' failures, time without progress.
+
+    ``write_end`` writes the ``End:`` record (rank 0 only); it is called once, by whichever thread
+    learns first how the job ended.
+    """
+
+    def __init__(self, world: World, write_end: Callable[[Failure], None]) -> None:
+        self.phase = "start"
+        self.stop_requested = False
+        self.stop_agreed = False
+        self._world = world
+        self._write_end = write_end
+        self._store = world.store if world.size > 1 else None
+        self._lock = threading.Lock()
+        self._ended = False
+        self._terminated_at: float | None = None
+        self._last_beat = time.monotonic()
+        self._allow_s = SLOW_PHASE_S
+        self._wakeup_read, self._wakeup_write = os.pipe()
+
+    def start(self) -> None:
+        """Install the signal handlers; with several ranks start the watcher thread."""
+        os.set_blocking(self._wakeup_write, False)
+        os.set_blocking(self._wakeup_read, False)
+        # The bytes written there reach the watcher even while the main thread is in a collective.
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._request_stop)
+        if self._store is not None:
+            threading.Thread(target=self._run, daemon=True, name="watch").start()
+
+    def beat(self, allow_s: float = SLOW_PHASE_S) -> None:
+        """The main thread is alive; the next beat comes within ``allow_s`` or the job is stuck."""
+        self._last_beat, self._allow_s = time.monotonic(), allow_s
+
+    def set_phase(self, phase: str) -> None:
+        """Name what the main thread does next, for the record of a failure."""
+        self.phase = phase
+
+    def end(self, failure: Failure) -> None:
+        """End every rank: tell the others, have rank 0 write the record, leave the process."""
+        if self._store is not None:
+            # Another rank's failure may be the cause of ours (a closed connection): it goes first.
+            failure = self._posted() or failure
+            with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+                self._store.set("failure", json.dumps(asdict(failure)))
+        self._finish(failure)
+
+    def close(self) -> None:
+        """The job ended well: no later silence or signal is a failure."""
+        with self._lock:
+            self._ended = True
+        signal.set_wakeup_fd(-1)
+
+    def _request_stop(self, number: int, frame: object) -> None:
+        self.stop_requested = True
+
+    def _posted(self) -> Failure | None:
+        assert self._store is not None
+        with contextlib.suppress(RuntimeError):
+            if self._store.check(["failure"]):
+                return Failure(**json.loads(self._store.get("failure")))
+        return None
+
+    def _run(self) -> None:
+        while not self._ended:
+            time.sleep(POLL_S)
+            failure = self._posted() or self._stuck()
+            if failure is not None and not self._ended:
+                self._finish(failure)
+
+    def _stuck(self) -> Failure | None:
+        """A failure when the main thread has been silent for too long."""
+        now = time.monotonic()
+        with contextlib.suppress(BlockingIOError):
+            # Signals of data loader workers (SIGCHLD) are written there too.
+            if set(os.read(self._wakeup_read, 4096)).intersection(STOP_SIGNALS):
+                self._terminated_at = self._terminated_at or now
+        # Rank 0 first, so that its record is written before the launcher ends everybody.
+        patience_s = 3.0 if self._world.rank else 0.0
+        if now - self._last_beat > self._allow_s + patience_s:
+            reason = f"no progress for {self._allow_s:.0f} s: was a rank stopped or killed?"
+            return Failure("failed", reason, self.phase, self._world.rank)
+        if self._terminated_at is not None and self._allow_s < SLOW_PHASE_S:
+            silent_s = now - max(self._terminated_at, self._last_beat)
+            if silent_s > TERMINATION_GRACE_S + patience_s:
+                reason = "asked to end, and no step ended since: was a rank killed?"
+                return Failure("failed", reason, self.phase, self._world.rank)
+        return None
+
+    def _finish(self, failure: Failure) -> None:
+        with self._lock:
+            if self._ended:  # the other thread is writing, and will leave the process
+                time.sleep(60)
+            self._ended = True
+            if self._world.rank == 0:
+                self._write_end(failure)
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                if self._world.rank == 0:
+                    self._store.set("ended", "yes")
+                self._store.wait(["ended"], timedelta(seconds=5))
+            time.sleep(2 * POLL_S)  # the others read the store, which may live in this process
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: interpreter shutdown would wait for collectives that never end.
+        os._exit(EXIT_STATUS[failure.status])
+
+
+def describe_failure(error: BaseException, phase: str, rank: int) -> Failure:
+    """Sort an exception: out of memory (on the GPU or the host), or failed."""
+    text = " ".join(str(error).split())
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        sign in text
+        for sign in (
+            "can't allocate memory",
+            "CUDA out of memory",
+            "CUBLAS_STATUS_ALLOC_FAILED",
+            "Failed to CUDA calloc",
+            "Cuda failure 'out of memory'",
+            "Cuda failure 2 'out of memory'",
+        )
+    )
+    if out_of_memory:
+        remedy = (
+            "try --activation-checkpointing full, a smaller --batch-size or --sequence-length, "
+            "a smaller --scaling-factor, or more GPUs"
+        )
+        return Failure("out_of_memory", f"{text[:300]}; {remedy}", phase, rank)
+    traceback.print_exception(error)
+    return Failure("failed", f"{type(error).__name__}: {text[:300]}", phase, rank)

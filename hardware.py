@@ -1,0 +1,25 @@
+"""What is the dense bf16 peak of this GPU?
+
+Keyed by the exact name that the driver reports: a guess from part of a name makes every MFU wrong.
+"""
+
+# Dense (no sparsity) bf16 tensor-core peak in TFLOP/s, from the vendor's datasheets.
+PEAK_BF16_TFLOPS: dict[str, float] = {
+    "NVIDIA H100 80GB HBM3": 989.0,  # SXM
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H200": 989.0,  # SXM
+    "NVIDIA H200 NVL": 836.0,
+    "NVIDIA GH200 120GB": 989.0,
+    "NVIDIA GH200 480GB": 989.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA B200": 2250.0,
+}
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 peak in TFLOP/s, or None for a device that the table does not name."""
+    return PEAK_BF16_TFLOPS.get(device_name)

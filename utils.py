@@ -1,0 +1,88 @@
+"""What is this process running on: dtypes, seeds, device, versions, commit."""
+
+import os
+import platform
+import random
+import resource
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+DtypeName = Literal["bf16", "fp32"]
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+GIB = 2**30
+# Where the wait of a user for the first step begins to be ours.
+TORCH_IMPORTED_AT = time.perf_counter()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator that a library may draw from (ours draw from generators of their own)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def make_deterministic() -> None:
+    """Ask for kernels that give the same bits on every run; raises where there is none."""
+    # cuBLAS reads this at its first call; the value is the one its documentation names.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def device_name(device: torch.device) -> str:
+    """Name that the driver (GPU) or the system (CPU) reports."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def peak_memory_gib(device: torch.device) -> tuple[float, float]:
+    """Peak allocated and peak reserved by PyTorch's allocator; on CPU the peak resident size twice."""
+    if device.type == "cuda":
+        stats = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return stats[0] / GIB, stats[1] / GIB
+    resident_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # KiB on Linux
+    return resident_gib, resident_gib
+
+
+def versions() -> dict[str, str | None]:
+    """Versions that can change a number."""
+    nccl = None
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": nccl,
+    }
+
+
+def source_version() -> dict[str, Any]:
+    """Commit of this code and whether the tree differs from it.
+
+    From git, else from ``FSDP_COMMIT`` (set where the code travels without its history).
+    """
+    here = Path(__file__).resolve().parent
+    try:
+        commit = _git(here, "rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(_git(here, "status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": os.environ.get("FSDP_COMMIT", "unknown"), "dirty": None}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()
+
+
+def relative_path(path: str | Path) -> str:
+    """Path as seen from the repository, so that logs name no machine's folders."""
+    here = Path(__file__).resolve().parent
+    return os.path.relpath(Path(path).resolve(), here)
