@@ -1,0 +1,75 @@
+# Every target installs what it needs into .venv. A fresh machine has Python (>= 3.10) and make.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Targets share .venv, logs and all cores: one at a time.
+.NOTPARALLEL:
+
+PYTHON ?= python3
+PY := .venv/bin/python
+# Installed: what the scripts need, and what the tests and checks need beside it.
+INSTALLED := .venv/.installed
+DEV_INSTALLED := .venv/.dev-installed
+
+##@ Start here
+.PHONY: demo
+demo: $(INSTALLED) ## Train without and with FSDP on the same data, and compare the losses (minutes on a CPU)
+	@bash demo.sh
+
+.PHONY: test
+test: $(DEV_INSTALLED) ## The test suite
+	$(PY) -m pytest -q -m "not long"
+
+##@ Results
+.PHONY: figures
+figures: $(INSTALLED) ## Rewrite README's tables from the logs in logs/published/
+	$(PY) figures.py
+
+##@ Development
+.PHONY: test-long
+test-long: $(DEV_INSTALLED) ## The tests that take minutes each
+	$(PY) -m pytest -v -m long
+
+.PHONY: lint
+lint: $(DEV_INSTALLED) ## Lint, format and types: ruff and pyright
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+
+.PHONY: format
+format: $(DEV_INSTALLED) ## Format the code and mend what ruff can mend
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+.PHONY: bench-data
+bench-data: $(INSTALLED) ## Tokens per second of the data pipeline, and the time to its first batch
+	$(PY) benchmarks/bench_data.py
+
+##@ Housekeeping
+.PHONY: env
+env: $(INSTALLED) ## Make .venv and install the pinned requirements
+
+.PHONY: clean
+clean: ## Remove .venv, caches, and what make demo wrote
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis logs/demo/*.out plots/demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help
+help: ## Show this list
+	@awk 'BEGIN { FS = ":.*## " } \
+	  /^##@ / { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# An environment whose pip does not start (a machine without python3-venv leaves one) is made anew.
+$(INSTALLED): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "make: $(PYTHON) is too old or missing: Python >= 3.10 is needed (make PYTHON=...)" >&2; exit 2; }
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv || \
+	  { echo "make: no environment could be made (Debian, Ubuntu: apt install python3-venv)" >&2; exit 2; }
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(DEV_INSTALLED): requirements-dev.txt $(INSTALLED)
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
