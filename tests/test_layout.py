@@ -1,0 +1,154 @@
+"""Does the code keep to its layout: who may import whom, how long is it, where does it point?"""
+
+import ast
+import difflib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES_TOTAL = 3000
+GOAL_LINES_TOTAL = 2500
+MAX_LINES_FUNCTION = 60
+MAX_LINES_DIFFERENT = 12
+
+# What each room may import: rooms, then packages, beside the standard library. A room may only
+# import rooms that stand above it.
+LOG_ROOMS = "run_log model_config hardware"
+TRAINING_ROOMS = f"{LOG_ROOMS} cli memory utils loss weights model dataset distributed checkpoint"
+ROOMS: dict[str, tuple[str, str]] = {
+    "run_log": ("", ""),
+    "model_config": ("", ""),
+    "hardware": ("", ""),
+    "cli": ("", "tyro"),
+    "memory": ("model_config cli", "tyro"),
+    "utils": ("", "torch numpy"),
+    "loss": ("", "torch"),
+    "weights": ("", "torch"),
+    "model": ("model_config loss", "torch"),
+    "dataset": ("", "torch numpy pyarrow tokenizers tiktoken mistral_common transformers"
+                " huggingface_hub"),
+    "distributed": ("model", "torch"),
+    "checkpoint": ("utils distributed", "torch"),
+    "trainer": (TRAINING_ROOMS, "torch tqdm"),
+    "train": (f"{TRAINING_ROOMS} trainer", "torch tyro tqdm"),
+    "train_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tyro tqdm"),
+    "load_model_no_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tyro tqdm"),
+    "analysis": (LOG_ROOMS, "numpy pandas"),
+    "parity": (f"{LOG_ROOMS} analysis", "numpy"),
+    "loss_ablation": ("run_log cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
+    "plots": ("run_log cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
+    "figures": ("run_log model_config memory analysis parity", "pandas"),
+}  # fmt: skip
+NO_TORCH = [room for room, (_, packages) in ROOMS.items() if "torch" not in packages.split()]
+EXISTING = [path.stem for path in sorted(ROOT.glob("*.py"))]
+PRODUCT_FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")])
+
+
+def imported_modules(source: str) -> set[str]:
+    """First parts of all names imported anywhere in a source text."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return {name.split(".")[0] for name in names}
+
+
+def is_script(room: str) -> bool:
+    """Whether a room is meant to be run."""
+    return 'if __name__ == "__main__":' in (ROOT / f"{room}.py").read_text()
+
+
+def long_functions(source: str, limit: int) -> list[tuple[str, int]]:
+    """(name, lines) of each function of a source text that is longer than the limit."""
+    functions = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    lengths = ((node.name, (node.end_lineno or 0) - node.lineno + 1) for node in functions)
+    return [(name, length) for name, length in lengths if length > limit]
+
+
+def absolute_paths(text: str) -> list[str]:
+    """Paths that name folders of one machine."""
+    found = re.findall(r"""(?<![\w.$}~:/<*-])/[A-Za-z][\w.-]*/[\w./-]*""", text)
+    return [
+        path for path in found if path.split("/")[1] not in {"bin", "dev", "proc", "sys", "usr"}
+    ]
+
+
+@pytest.mark.parametrize("room", EXISTING)
+def test_imports_only_what_its_row_allows(room: str) -> None:
+    assert room in ROOMS, f"{room}.py is not in the table of rooms"
+    rooms, packages = (set(part.split()) for part in ROOMS[room])
+    imported = imported_modules((ROOT / f"{room}.py").read_text()) - set(sys.stdlib_module_names)
+    assert imported <= rooms | packages
+
+
+def test_imports_point_upward() -> None:
+    order = list(ROOMS)
+    for index, (room, (rooms, _)) in enumerate(ROOMS.items()):
+        above = set(order[:index])
+        assert set(rooms.split()) <= above, f"{room} may import only what stands above it"
+
+
+def test_scripts_import_no_scripts() -> None:
+    scripts = {room for room in EXISTING if is_script(room)}
+    assert {"train", "train_fsdp"} <= scripts
+    for room in EXISTING:
+        imported = imported_modules((ROOT / f"{room}.py").read_text())
+        assert not imported & (scripts - {"memory"}), f"{room} imports a script"
+
+
+def test_analysis_does_not_load_torch() -> None:
+    rooms = [room for room in NO_TORCH if room in EXISTING]
+    assert {"run_log", "model_config", "hardware"} <= set(rooms)
+    code = f"import sys, {', '.join(rooms)}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr or "torch was loaded"
+
+
+def test_scripts_differ_only_where_fsdp_does() -> None:
+    single, sharded = (
+        (ROOT / name).read_text().splitlines() for name in ("train.py", "train_fsdp.py")
+    )
+    changes = [line for line in difflib.ndiff(single, sharded) if line.startswith("+ ")]
+    assert 1 <= len(changes) <= MAX_LINES_DIFFERENT, "\n".join(changes)
+
+
+@pytest.mark.parametrize("path", PRODUCT_FILES, ids=lambda path: path.name)
+def test_functions_fit_a_screen(path: Path) -> None:
+    assert not long_functions(path.read_text(), MAX_LINES_FUNCTION)
+
+
+def test_long_functions_are_found() -> None:
+    source = "class A:\n    async def f(self):\n        a = 1\n        return a\ndef g(): ...\n"
+    assert long_functions(source, 2) == [("f", 3)]
+
+
+def test_somebody_can_read_it_in_an_evening() -> None:
+    lines = {path.name: len(path.read_text().splitlines()) for path in PRODUCT_FILES}
+    total = sum(lines.values())
+    print(f"{total} lines of Python outside tests (goal {GOAL_LINES_TOTAL}): {lines}")
+    assert total <= MAX_LINES_TOTAL, lines
+
+
+def test_nothing_points_at_one_machine() -> None:
+    patterns = ("*.py", "*.sh", "README.md", "LOG.md", "Makefile", ".ci/run", "sbatch_files/*")
+    files = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    assert len(files) > len(EXISTING)
+    found = {path.name: absolute_paths(path.read_text()) for path in files}
+    assert not {name: paths for name, paths in found.items() if paths}
+
+
+def test_absolute_paths_are_found() -> None:
+    text = "cd /home/someone/x; cat=/scratch/a/b 'logs/demo/a' >/dev/null a/b/c https://x.y/z/w"
+    assert absolute_paths(text) == ["/home/someone/x", "/scratch/a/b"]
