@@ -4,12 +4,21 @@ Shape letters: B batch, T sequence, D model width, H query heads, G key-value he
 F feed-forward width, V vocabulary.
 """
 
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from loss import projection_loss
 
 from model_config import (
     ScalingStrategy,
@@ -29,8 +38,50 @@ __all__ = [
     "flops_per_token",
 ]
 
-ActivationCheckpointing = Literal["none", "full"]
-IGNORED_LABEL = -100
+ActivationCheckpointing = Literal["none", "selective", "full"]
+
+_ATTENTION_OPS = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+}
+# Fastest first on Hopper at both head sizes; what a kernel cannot do falls to the next.
+_ATTENTION_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which attention takes the kernels that measured fastest (GPUs; CPU: the default)."""
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel(_ATTENTION_ORDER, set_priority=True)
+
+
+def _keep_narrow_outputs(
+    context: Any, op: Any, x: Any = None, weight: Any = None, *rest: Any, **named: Any
+) -> CheckpointPolicy:
+    """The rule of selective checkpointing: keep attention, and matmuls no wider than their input.
+
+    Of a block's outputs only those of the gate and up projections are wider than the model; they
+    are more than half of the bytes kept, and recomputing them costs two of the seven matmuls.
+    """
+    if op in _ATTENTION_OPS:
+        return CheckpointPolicy.MUST_SAVE
+    if op == torch.ops.aten.mm.default and weight.shape[1] <= weight.shape[0]:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _context_of(mode: ActivationCheckpointing) -> dict[str, Any]:
+    """Arguments of `checkpoint` that say what is kept."""
+    if mode == "full":
+        return {}
+    return {"context_fn": partial(create_selective_checkpoint_contexts, _keep_narrow_outputs)}
 
 
 class Linear(nn.Linear):
@@ -150,6 +201,7 @@ class Block(nn.Module):
             sin_TK,
             use_reentrant=False,
             preserve_rng_state=False,  # no dropout: nothing random to replay
+            **_context_of(self.checkpointing),
         )
         assert isinstance(out, Tensor)
         return out
@@ -164,19 +216,16 @@ class Head(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        self.compiled = False
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = Linear(config.dim, config.vocab_size)
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor | None = None) -> Tensor:
-        logits_BTV = self.output(self.norm(x_BTD))
+        x_BTD = self.norm(x_BTD)
         if labels_BT is None:
-            return logits_BTV
-        return F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(),
-            labels_BT.flatten(),
-            ignore_index=IGNORED_LABEL,
-            reduction="sum",
-        )
+            return self.output(x_BTD)
+        weight_VD = self.output.weight.to(x_BTD.dtype)
+        return projection_loss(x_BTD, weight_VD, labels_BT, compiled=self.compiled)
 
 
 class Transformer(nn.Module):
@@ -209,6 +258,12 @@ class Transformer(nn.Module):
     def build_rope_tables(self, device: torch.device) -> None:
         """Compute the rotary tables in fp32 on a device (they are never loaded or cast)."""
         self.cos_TK, self.sin_TK = rope_tables(self.config, self.sequence_length, device)
+
+    def compile_parts(self, backend: str = "inductor") -> None:
+        """Compile each block (one graph for all, as they share their code) and the loss."""
+        for block in self.blocks:
+            block.compile(fullgraph=True, dynamic=False, backend=backend)
+        self.head.compiled = backend == "inductor"
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         x_BTD = self.embedding(tokens_BT, self.compute_dtype)

@@ -5,9 +5,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -95,10 +95,12 @@ class TrainConfig:
     """Dtype of activations and matmuls (default: bf16 on GPUs, fp32 on CPU)."""
     fused_optimizer: bool = True
     """One fused kernel per group of parameters in AdamW."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool = field(default_factory=torch.cuda.is_available)
+    """Compile each block and the loss with torch.compile (default: on GPUs)."""
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    """Replay a whole step as one CUDA graph; `auto`: without FSDP, where launching is the limit."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Recompute the activations of each block in the backward (`full`), or keep them."""
+    """Recompute in the backward nothing, the gate and up projections (`selective`), or all."""
     deterministic: bool = False
     """Use only kernels that give the same bits on every run."""
     fail_on_nonfinite: bool = True
@@ -359,8 +361,7 @@ def build_model(config: TrainConfig, inputs: Inputs) -> Transformer:
         )
     model = model.to(DTYPES[config.model_dtype])
     if config.compile:
-        for block in model.blocks:
-            block.compile(fullgraph=True)
+        model.compile_parts()
     return model
 
 

@@ -14,7 +14,8 @@ from parity_cases import CASES, CONFIG, run_case
 
 HERE = Path(__file__).resolve().parent
 RANKS = {
-    2: "plain accumulation no_reshard cpu_offload checkpointing empty_rank compile".split()
+    2: "plain accumulation no_reshard cpu_offload checkpointing empty_rank".split()
+    + "selective compile compile_full compile_selective".split()
     + "same_rows mean_of_means local_clipping".split(),
     3: [],
     4: "plain accumulation replicas checkpointing cpu_offload".split(),
