@@ -38,7 +38,12 @@ def softmax_loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
 class _ProjectionLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk: int, loss_of: LossAndGradient
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        chunk: int,
+        loss_of: LossAndGradient,
     ) -> Tensor:
         total = torch.zeros((), device=x_ND.device)
         grad_x_ND = torch.empty_like(x_ND)
