@@ -18,8 +18,9 @@ import os
 import re
 import signal
 import threading
+import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,15 +28,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import tokenizers
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 IGNORED_LABEL = -100
-# tiktoken overflows its regex stack, and panics, on a run of about a million equal characters; an
-# eighth of that is still fine, so is a half of that half.
+# tiktoken fails on a run of a million spaces (its regex stack is full); half of that still works.
 PIECE_CHARS = 65_536
-# Texts that a worker holds for rows that lag behind; beyond it a row group is read a second time.
-MAX_HELD_TEXT_BYTES = 256 * 2**20
+# Groups of which a worker holds texts for rows that lag behind; beyond it one is read once more.
+MAX_HELD_GROUPS = 256
 # One usable document among N is missed by 20 N draws with probability e^-20.
 MAX_PASSES_WITHOUT_TEXT = 20
 HUB_TIMEOUT_S = 2.5
@@ -60,50 +61,32 @@ def split_text(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+@dataclass(frozen=True)
 class Tokenizer:
-    """Token ids of a text, with BOS and EOS where the tokenizer asks for them.
+    """Token ids of a text, between `prefix` and `suffix`: BOS and EOS, if the tokenizer adds them.
 
-    `backend` is mistral-common's Tekkenizer or a `tokenizers.Tokenizer`. `vocab_size` counts added
-    tokens. `pad_id` is only a filler (padding is masked by length), so EOS may stand in for it.
+    `vocab_size` counts added tokens. `pad_id` is a mere filler, as padding is masked by length.
     """
 
-    def __init__(self, name: str, backend: Any, *, is_tekken: bool) -> None:
-        self.name, self._backend, self._is_tekken = name, backend, is_tekken
-        if is_tekken:
-            self.prefix, self.suffix = [backend.bos_id], [backend.eos_id]
-            self.vocab_size, self.pad_id = backend.n_words, backend.pad_id
-        else:
-            # A tokenizer.json may carry the truncation and padding of whoever saved it.
-            backend.no_truncation()
-            backend.no_padding()
-            probe = backend.encode("a")
-            special = list(zip(probe.ids, probe.special_tokens_mask, strict=True))
-            self.prefix = [i for i, _ in itertools.takewhile(lambda pair: pair[1], special)]
-            self.suffix = [i for i, _ in itertools.takewhile(lambda pair: pair[1], special[::-1])]
-            self.suffix.reverse()
-            ids = backend.get_vocab(with_added_tokens=True)
-            self.vocab_size = max(ids.values()) + 1  # ids may have gaps
-            pads = (ids[name] for name in ("<pad>", "[PAD]", "<|pad|>") if name in ids)
-            self.pad_id = next(pads, self.suffix[-1] if self.suffix else 0)
+    name: str
+    vocab_size: int
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    pad_id: int
+    encode_plain: Callable[[str], list[int]]
 
     @property
     def bos_id(self) -> int | None:
-        """The first token of every document, if the tokenizer adds one."""
         return self.prefix[0] if self.prefix else None
 
     @property
     def eos_id(self) -> int | None:
-        """The last token of every document, if the tokenizer adds one."""
         return self.suffix[-1] if self.suffix else None
 
-    def encode_pieces(self, text: str) -> Iterator[list[int]]:
+    def encode_pieces(self, text: str) -> Iterator[Sequence[int]]:
         """Token ids of one document, piece by piece, so that a huge one need not be read whole."""
         yield self.prefix
-        for piece in split_text(text):
-            if self._is_tekken:
-                yield self._backend.encode(piece, bos=False, eos=False)
-            else:
-                yield self._backend.encode(piece, add_special_tokens=False).ids
+        yield from map(self.encode_plain, split_text(text))
         yield self.suffix
 
     def encode(self, text: str) -> list[int]:
@@ -112,23 +95,15 @@ class Tokenizer:
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """`tekken` (Mistral NeMo's file in mistral-common), a tokenizer.json or its folder, or a hub id.
+    """`tekken` (Mistral NeMo's, from mistral-common), a tokenizer.json or its folder, or a hub id.
 
     Raises ValueError, in one line, where it cannot be loaded; within 5 s for a hub out of reach.
     """
-    path = Path(name_or_path).expanduser()
     if name_or_path == "tekken":
-        try:
-            import mistral_common
-            from mistral_common.tokens.tokenizers.tekken import Tekkenizer
-        except ImportError as error:
-            raise ValueError(f"tekken needs mistral-common ({error}); install it") from error
-        file = Path(mistral_common.__file__).parent / "data" / "tekken_240718.json"
-        return Tokenizer(name_or_path, Tekkenizer.from_file(file), is_tekken=True)
+        return _load_tekken()
+    path = Path(name_or_path).expanduser()
     if not path.exists():
-        return Tokenizer(name_or_path, _load_from_hub(name_or_path), is_tekken=False)
-    import tokenizers
-
+        return _from_backend(name_or_path, _load_from_hub(name_or_path))
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"{path} holds no tokenizer.json; pass a folder that does, or `tekken`")
@@ -136,11 +111,43 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for a file that it cannot parse
         raise ValueError(f"{file} is no tokenizer.json: {_one_line(error)}") from error
-    return Tokenizer(name_or_path, backend, is_tekken=False)
+    return _from_backend(name_or_path, backend)
 
 
-def _load_from_hub(name: str) -> Any:
-    """The `tokenizers.Tokenizer` of a hub id: from the local cache, else from the hub."""
+def _load_tekken() -> Tokenizer:
+    import mistral_common  # here, since it takes 0.3 s and other tokenizers do without
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    file = Path(mistral_common.__file__).parent / "data" / "tekken_240718.json"
+    tekken = Tekkenizer.from_file(file)
+    encode_plain = functools.partial(tekken.encode, bos=False, eos=False)
+    ends = (tekken.bos_id,), (tekken.eos_id,)
+    return Tokenizer("tekken", tekken.n_words, *ends, tekken.pad_id, encode_plain)
+
+
+def _from_backend(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
+    # A tokenizer.json carries the truncation and padding of whoever saved it.
+    backend.no_truncation()
+    backend.no_padding()
+    probe = backend.encode("a")
+    pairs = list(zip(probe.special_tokens_mask, probe.ids, strict=True))
+    prefix = tuple(i for _, i in itertools.takewhile(lambda pair: pair[0], pairs))
+    suffix = tuple(i for _, i in itertools.takewhile(lambda pair: pair[0], pairs[::-1]))[::-1]
+    ids = backend.get_vocab(with_added_tokens=True)
+    pad_id = next((ids[pad] for pad in ("<pad>", "[PAD]", "<|pad|>") if pad in ids), None)
+    if pad_id is None:
+        pad_id = suffix[-1] if suffix else 0
+    vocab_size = max(ids.values()) + 1  # ids may have gaps
+    encode_plain = functools.partial(_encode_plain, backend)
+    return Tokenizer(name, vocab_size, prefix, suffix, pad_id, encode_plain)
+
+
+def _encode_plain(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+def _load_from_hub(name: str) -> tokenizers.Tokenizer:
+    """The fast tokenizer of a hub id: from the local cache, else from the hub."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.endswith(".json"):
         raise ValueError(f"tokenizer {name} does not exist; pass `tekken`, a file or a folder")
     if importlib.util.find_spec("transformers") is None:
@@ -148,39 +155,33 @@ def _load_from_hub(name: str) -> Any:
             f"tokenizer {name} is no file or folder here, and a hub id needs transformers; "
             "install it, or pass `tekken` or a tokenizer.json"
         )
-    from huggingface_hub import constants
-
-    is_cached = (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir()
-    if not is_cached and not _can_reach(constants.ENDPOINT):
-        raise ValueError(
-            f"cannot reach {constants.ENDPOINT} for tokenizer {name}, and it is not in the cache; "
-            "load it once where there is a network, or pass `tekken` or a tokenizer.json"
-        )
+    answers: list[bool] = []
+    # Asked in a thread, since a name look-up knows no timeout, and while transformers is imported.
+    asking = threading.Thread(target=_ask_hub, args=(answers,), daemon=True)
+    asking.start()
     from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
 
+    asking.join(HUB_TIMEOUT_S)
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=is_cached).backend_tokenizer
+        return AutoTokenizer.from_pretrained(name, local_files_only=not answers).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:  # AttributeError: no fast tokenizer
-        raise ValueError(f"tokenizer {name} cannot be loaded: {_one_line(error)}") from error
+        reason = _one_line(error) if answers else "not in the cache, and its hub is out of reach"
+        raise ValueError(
+            f"tokenizer {name} cannot be loaded ({reason}); load it once where there is a "
+            "network, or pass `tekken` or a tokenizer.json"
+        ) from error
 
 
-def _can_reach(url: str) -> bool:
-    """Whether anything answers there. In a thread, since a name look-up knows no timeout."""
-    answers = []
-
-    def ask() -> None:
-        try:
-            with urllib.request.urlopen(url, timeout=HUB_TIMEOUT_S) as answer:
-                answers.append(answer.status)
-        except urllib.request.HTTPError as refusal:
-            answers.append(refusal.code)
-        except OSError:
-            pass
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(HUB_TIMEOUT_S)
-    return bool(answers)
+def _ask_hub(answers: list[bool]) -> None:
+    """Put something into `answers` if the hub gives any answer."""
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        urllib.request.urlopen(endpoint, timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        pass  # an answer, too
+    except OSError:
+        return
+    answers.append(True)
 
 
 def _one_line(error: BaseException) -> str:
@@ -189,14 +190,15 @@ def _one_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What the footers of the parquet files say; no text is held. Groups are row groups."""
+    """What the footers say about row groups, here groups; no text is held.
+
+    Per group: the index of its file, its index in that file, and its number of rows.
+    """
 
     files: tuple[Path, ...]
     file_holds_text: tuple[bool, ...]
     group_files: np.ndarray
-    """Index into `files`, per group."""
     group_indices: np.ndarray
-    """Index of the group inside its file."""
     group_rows: np.ndarray
     fingerprint: str
 
@@ -225,12 +227,15 @@ def open_corpus(dataset: str) -> Corpus:
         holds_text.append(is_text)
         for index in range(metadata.num_row_groups):
             groups.append((file_index, index, metadata.row_group(index).num_rows))
-    group_table = np.array(groups, dtype=np.int64).reshape(-1, 3)
-    if group_table[:, 2].sum() == 0:
+    group_files, group_indices, group_rows = np.array(groups, np.int64).reshape(-1, 3).T
+    if group_rows.sum() == 0:
         raise ValueError(f"{dataset} holds no documents; pass a dataset with rows")
     if not any(holds_text):
         raise ValueError(f"the column `text` of {dataset} holds no strings; convert it first")
-    return Corpus(tuple(files), tuple(holds_text), *group_table.T, digest.hexdigest()[:16])
+    fingerprint = digest.hexdigest()[:16]
+    return Corpus(
+        tuple(files), tuple(holds_text), group_files, group_indices, group_rows, fingerprint
+    )
 
 
 def _read_footer(file: Path, digest: Any) -> tuple[pq.FileMetaData, bool]:
@@ -258,18 +263,37 @@ def _permutation(size: int, *entropy: int) -> np.ndarray:
     return np.argsort(np.random.PCG64(entropy).random_raw(size), kind="stable")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What fixes the rows: the same on every rank and worker."""
+@dataclass(frozen=True, eq=False)
+class Streams(IterableDataset):
+    """Streams `rows` of `global_rows`, each from its position on, split over loader workers.
+
+    An item is one worker's share of one step: a window a row, and the counts of documents.
+    """
 
     corpus: Corpus
     tokenizer: Tokenizer
     sequence_length: int
+    rows: range
     global_rows: int
     seed: int
     packing: bool
     positions: tuple[Position, ...]
-    """Where each of the `global_rows` streams starts."""
+
+    def __iter__(self) -> "Iterator[tuple[list[Window], collections.Counter[str]] | ValueError]":
+        worker = get_worker_info()
+        index, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        size = len(self.rows)
+        rows = self.rows[index * size // num_workers : (index + 1) * size // num_workers]
+        documents = Documents(self, rows)
+        windows = _packed_windows if self.packing else _padded_windows
+        streams = [windows(documents, row) for row in rows]
+        try:
+            while True:
+                documents.counts.clear()
+                share = [next(stream) for stream in streams]
+                yield share, documents.counts.copy()
+        except ValueError as error:  # raised here it would reach the user as a nested traceback
+            yield error
 
 
 class Documents:
@@ -278,19 +302,18 @@ class Documents:
     A group's texts for other streams of `rows` are kept until those streams come to them.
     """
 
-    def __init__(self, plan: Plan, rows: range) -> None:
+    def __init__(self, plan: Streams, rows: range) -> None:
         self.plan, self.corpus, self.rows = plan, plan.corpus, rows
         self.counts: collections.Counter[str] = collections.Counter()
         self._next = np.array([plan.positions[row][0] for row in rows])
-        self._held: collections.OrderedDict[Position, dict[int, bytes | None]]
-        self._held = collections.OrderedDict()
-        self._num_held_bytes = self._num_unusable_in_a_row = 0
+        self._held: dict[Position, dict[int, bytes | None]] = {}
+        self._num_unusable_in_a_row = 0
         self._order = functools.lru_cache(4)(self._shuffle_groups)
         self._open = functools.lru_cache(8)(
             lambda index: pq.ParquetFile(self.corpus.files[index], buffer_size=2**20)
         )
 
-    def tokens(self, document: int) -> Iterator[np.ndarray]:
+    def tokens(self, document: int) -> Iterator[Sequence[int]]:
         """Token ids of a document piece by piece; no piece if there is no text in it."""
         raw = self._fetch(document)
         if not raw:
@@ -303,8 +326,7 @@ class Documents:
         text = raw.decode("utf-8", errors="replace")
         if "\ufffd" in text and text.encode() != raw:
             self.counts["repaired"] += 1
-        for ids in self.plan.tokenizer.encode_pieces(text):
-            yield np.array(ids, dtype=np.int32)
+        yield from self.plan.tokenizer.encode_pieces(text)
 
     def _shuffle_groups(self, pass_index: int) -> tuple[np.ndarray, np.ndarray]:
         """The groups in the order of a pass, and the number of documents up to each one's end."""
@@ -316,17 +338,12 @@ class Documents:
         place = int(np.searchsorted(self._order(pass_index)[1], index, side="right"))
         key = (pass_index, place)
         self._next[document % self.plan.global_rows - self.rows.start] = document
-        if key not in self._held:
-            self._held[key] = self._read_group(pass_index, place)
-            self._num_held_bytes += sum(len(text or b"") for text in self._held[key].values())
-        self._held.move_to_end(key)
-        text = self._held[key].pop(document)
-        self._num_held_bytes -= len(text or b"")
-        if not self._held[key]:
-            del self._held[key]
-        while self._num_held_bytes > MAX_HELD_TEXT_BYTES and len(self._held) > 1:
-            dropped = self._held.popitem(last=False)[1]
-            self._num_held_bytes -= sum(len(text or b"") for text in dropped.values())
+        texts = self._held.pop(key, None) or self._read_group(pass_index, place)
+        text = texts.pop(document)
+        if texts:
+            self._held[key] = texts  # put back last, so that the first is the longest unused
+        if len(self._held) > MAX_HELD_GROUPS:
+            del self._held[next(iter(self._held))]
         return text
 
     def _read_group(self, pass_index: int, place: int) -> dict[int, bytes | None]:
@@ -355,10 +372,8 @@ class Documents:
                 use_threads=False,  # this may be a forked process, where arrow's threads are gone
             ):
                 low, high = np.searchsorted(file_rows, (seen, seen + len(batch)))
-                column = batch.column(0).take(pa.array(file_rows[low:high] - seen))
-                if pa.types.is_dictionary(column.type):
-                    column = column.dictionary_decode()
-                values = column.cast(pa.large_binary()).to_pylist()
+                column = batch.column(0).cast(pa.large_binary())
+                values = column.take(pa.array(file_rows[low:high] - seen)).to_pylist()
                 texts.update(zip(documents[low:high].tolist(), values, strict=True))
                 seen += len(batch)
         except (OSError, pa.ArrowException) as error:
@@ -383,7 +398,8 @@ def _packed_windows(documents: Documents, row: int) -> Iterator[Window]:
     tokens, is_start, filled = np.empty(size, np.int32), np.zeros(size, bool), 0
     for document in itertools.count(first, plan.global_rows):
         offset = 0
-        for piece in documents.tokens(document):
+        for ids in documents.tokens(document):
+            piece = np.array(ids, np.int32)
             while len(piece):
                 if num_to_skip:
                     taken = min(num_to_skip, len(piece))
@@ -404,57 +420,28 @@ def _padded_windows(documents: Documents, row: int) -> Iterator[Window]:
     plan = documents.plan
     size = plan.sequence_length + 1
     for document in itertools.count(plan.positions[row][0], plan.global_rows):
-        tokens, filled = np.full(size, plan.tokenizer.pad_id, np.int32), 0
-        for piece in documents.tokens(document):
-            taken = min(size - filled, len(piece))
-            tokens[filled : filled + taken] = piece[:taken]
-            filled += taken
-            if filled == size:
-                break
+        pieces = documents.tokens(document)
+        ids = list(itertools.islice(itertools.chain.from_iterable(pieces), size))
+        tokens = np.full(size, plan.tokenizer.pad_id, np.int32)
+        tokens[: len(ids)] = ids
         # By length, never by value: where pad and EOS are one id, the real EOS is a target.
-        counted = np.arange(1, size) < filled
-        yield Window(tokens, counted, (document + plan.global_rows, 0))
+        yield Window(tokens, np.arange(1, size) < len(ids), (document + plan.global_rows, 0))
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of one rank at one step."""
+    """The rows of one rank at one step, as int64; a label is the next token, -100 if not counted.
+
+    `positions`: where each row resumes after this step. Skipped documents are null, empty or no
+    strings; repaired ones held bytes that are no UTF-8, read as U+FFFD.
+    """
 
     input_ids_RT: torch.Tensor
-    """int64."""
     labels_RT: torch.Tensor
-    """int64, the next token, or -100 where that does not count."""
     positions: tuple[Position, ...]
-    """Where each row resumes after this step."""
     num_training_tokens: int
-    """Labels that count."""
     num_skipped_documents: int
-    """Documents of this step with nothing in them: null, empty, or no string."""
     num_repaired_documents: int
-    """Documents of this step with bytes that are no UTF-8, read as U+FFFD."""
-
-
-class WorkerRows(IterableDataset):
-    """Streams `rows`, split over loader workers; an item is one worker's share of one step."""
-
-    def __init__(self, plan: Plan, rows: range) -> None:
-        self.plan, self.rows = plan, rows
-
-    def __iter__(self) -> Iterator[tuple[list[Window], collections.Counter[str]] | ValueError]:
-        worker = get_worker_info()
-        index, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        size = len(self.rows)
-        rows = self.rows[index * size // num_workers : (index + 1) * size // num_workers]
-        documents = Documents(self.plan, rows)
-        windows = _packed_windows if self.plan.packing else _padded_windows
-        streams = [windows(documents, row) for row in rows]
-        try:
-            while True:
-                documents.counts.clear()
-                share = [next(stream) for stream in streams]
-                yield share, documents.counts.copy()
-        except ValueError as error:  # raised here it would reach the user as a nested traceback
-            yield error
 
 
 def build_loader(
@@ -476,10 +463,8 @@ def build_loader(
     beyond one a row are not started. Raises ValueError for what cannot be, at once or, for text
     that cannot be read, at its step.
     """
-    if sequence_length < 1 or seed < 0 or num_workers < 0:
-        raise ValueError("sequence length must be 1 or more, seed and workers 0 or more")
-    if not 0 <= rows.start < rows.stop <= global_rows or rows.step != 1:
-        raise ValueError(f"rows {rows} are not a slice of a global batch of {global_rows} rows")
+    assert sequence_length >= 1, sequence_length
+    assert 0 <= rows.start < rows.stop <= global_rows, (rows, global_rows)
     if corpus.num_documents < global_rows:
         raise ValueError(
             f"the dataset holds {corpus.num_documents} documents, fewer than the {global_rows} "
@@ -489,19 +474,19 @@ def build_loader(
     if [document % global_rows for document, _ in starts] != list(range(global_rows)):
         raise ValueError(f"the position to resume from is not one of {global_rows} rows a step")
     starts = tuple((int(document), int(offset)) for document, offset in starts)
-    plan = Plan(corpus, tokenizer, sequence_length, global_rows, seed, packing, starts)
+    streams = Streams(corpus, tokenizer, sequence_length, rows, global_rows, seed, packing, starts)
     num_workers = min(num_workers, len(rows))
-    return _join_shares(WorkerRows(plan, rows), num_workers=num_workers, pin_memory=pin_memory)
+    return _join_shares(streams, num_workers=num_workers, pin_memory=pin_memory)
 
 
 def _join_shares(
-    dataset: WorkerRows, *, num_workers: int, pin_memory: bool
+    streams: Streams, *, num_workers: int, pin_memory: bool
 ) -> Generator[StepRows, None, None]:
     shares = iter(
         DataLoader(
-            dataset,
+            streams,
             batch_size=None,
-            collate_fn=_as_is,
+            collate_fn=lambda share: share,
             generator=torch.Generator(),  # else it draws its seed from the global one
             num_workers=num_workers,
             worker_init_fn=_outlive_stop_signals if num_workers else None,
@@ -530,10 +515,6 @@ def _join_shares(
             counts["skipped"],
             counts["repaired"],
         )
-
-
-def _as_is(item: Any) -> Any:
-    return item
 
 
 def _outlive_stop_signals(_worker: int) -> None:
