@@ -21,7 +21,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ class Tokenizer:
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
     pad_id: int
-    encode_plain: Callable[[str], list[int]]
+    encode_plain: Callable[[str], list[int]] = field(repr=False)
 
     @property
     def bos_id(self) -> int | None:

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import (
 )
 
 from loss import projection_loss
-
 from model_config import (
     ScalingStrategy,
     TransformerConfig,
@@ -56,7 +55,7 @@ _ATTENTION_ORDER = [
 
 
 def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which attention takes the kernels that measured fastest (GPUs; CPU: the default)."""
+    """Context in which attention takes the kernels that measured fastest on GPUs."""
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel(_ATTENTION_ORDER, set_priority=True)
@@ -99,7 +98,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A look-up that casts its own weight, as `Linear` does: the gradient is summed in that dtype."""
+    """A look-up that casts its own weight, as `Linear` does."""
 
     def forward(self, input: Tensor, dtype: torch.dtype) -> Tensor:
         return F.embedding(input, self.weight.to(dtype))
@@ -185,7 +184,7 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig, checkpointing: ActivationCheckpointing) -> None:
         super().__init__()
-        self.checkpointing = checkpointing
+        self.checkpointing: ActivationCheckpointing = checkpointing
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)

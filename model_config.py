@@ -1,7 +1,7 @@
 """How large is a model, and how much arithmetic does one of its tokens cost?
 
-Everything here comes from the configuration alone. Counting ``model.parameters()`` instead goes wrong
-as soon as a wrapper holds only its rank's shard: the MFU is then off by up to the world size.
+Everything here comes from the configuration alone. Counting ``model.parameters()`` instead goes
+wrong as soon as a wrapper holds only its rank's shard: the MFU is then off by up to the world size.
 """
 
 from dataclasses import dataclass
@@ -84,10 +84,10 @@ def count_params(config: TransformerConfig) -> int:
 def flops_per_token(config: TransformerConfig, sequence_length: int) -> int:
     """Floating-point operations of forward and backward for one token.
 
-    6·(N − vocab·dim) + 12·n_layers·n_heads·head_size·T: two per multiply-add, the backward twice the
-    forward; the input embedding is a look-up and does not count; attention counts in full (not only
-    its causal half); recomputation does not count. Source: Chowdhery et al. 2022 (PaLM), appendix B;
-    Kaplan et al. 2020, table 1.
+    6·(N − vocab·dim) + 12·n_layers·n_heads·head_size·T: two per multiply-add, the backward twice
+    the forward; the input embedding is a look-up and does not count; attention counts in full (not
+    only its causal half); recomputation does not count. Source: Chowdhery et al. 2022 (PaLM),
+    appendix B; Kaplan et al. 2020, table 1.
     """
     matmul_params = count_params(config) - config.vocab_size * config.dim
     attention = 12 * config.n_layers * config.n_heads * config.head_size * sequence_length

@@ -4,9 +4,9 @@
     Step: 5 | Loss: 11.923412 | Tokens per second: 7774.49 | … | Peak memory (GiB): 54.32
     End: {json}
 
-This module alone knows the format. The reader takes lines with any prefix (timestamps, ``[rank0]:``,
-``srun --label`` numbers) and also logs of the earlier implementation: the first six fields, and the
-facts of the run in lines of text. What cannot be read is skipped and counted.
+This module alone knows the format. The reader takes lines with any prefix (timestamps,
+``[rank0]:``, ``srun --label`` numbers) and also logs of the earlier implementation: the first six
+fields, and the facts of the run in lines of text. What cannot be read is skipped and counted.
 """
 
 import json

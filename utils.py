@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.cuda.nccl import version as nccl_version
 
 DtypeName = Literal["bf16", "fp32"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -20,7 +21,7 @@ TORCH_IMPORTED_AT = time.perf_counter()
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every generator that a library may draw from (ours draw from generators of their own)."""
+    """Seed every generator that a library may draw from; ours are seeded apart."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -33,6 +34,15 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+def use_expandable_segments() -> None:
+    """Let the GPU allocator grow its segments (few fragments), unless the user configured it.
+
+    Must come before the first allocation. The variable's older name works for all versions.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def device_name(device: torch.device) -> str:
     """Name that the driver (GPU) or the system (CPU) reports."""
     if device.type == "cuda":
@@ -41,7 +51,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_gib(device: torch.device) -> tuple[float, float]:
-    """Peak allocated and peak reserved by PyTorch's allocator; on CPU the peak resident size twice."""
+    """Peak allocated and reserved by PyTorch's allocator; on CPU twice the peak resident size."""
     if device.type == "cuda":
         stats = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return stats[0] / GIB, stats[1] / GIB
@@ -53,7 +63,7 @@ def versions() -> dict[str, str | None]:
     """Versions that can change a number."""
     nccl = None
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+        nccl = ".".join(str(part) for part in nccl_version())
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -32,7 +32,8 @@ def local_shard(parameter: Tensor) -> tuple[Tensor, int]:
             rows = parameter.shape[0]
             rows_per_rank = -(-rows // parameter.device_mesh.size(mesh_dim))
             first_row = min(rows_per_rank * parameter.device_mesh.get_local_rank(mesh_dim), rows)
-    return parameter.detach().to_local(), first_row
+    local = parameter.to_local()
+    return local.detach(), first_row
 
 
 def _generator(device: torch.device, *key: object) -> torch.Generator:

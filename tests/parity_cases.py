@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from distributed import Sharding, World, shard, sharded_world
 from model import ActivationCheckpointing, Transformer, TransformerConfig
-from trainer import train_step
+from step import train_step
 from weights import init_weights
 
 CONFIG = TransformerConfig(
@@ -152,7 +152,7 @@ def take_steps(
             optimizer,
             list(zip(tokens[mine].split(size), labels[mine].split(size), strict=True)),
             world=world,
-            num_training_tokens=num_tokens,
+            loss_scale=world.size / num_tokens,
             max_norm=max_norm,
         )
         [loss] = world.sum_host([loss_sum.item() / num_tokens])

@@ -1,0 +1,98 @@
+"""Are the tables of README.md what the published logs say?
+
+    python figures.py            # rewrite them
+    python figures.py --check    # exit status 1 when one is stale, and name it
+
+A block of README.md stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; BLOCKS holds
+the function that writes it from ``logs/published/``. No number about a run is written by hand.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli import parse_flags, refuse
+from model_config import build_config, count_params
+
+MODEL_VOCAB_SIZE = 131_072  # of the default tokenizer
+MODEL_SIZES = (
+    *(("all", factor) for factor in (1, 2, 4, 6, 8, 10, 12, 14, 17, 19)),
+    *(("n_layers", factor) for factor in (1, 24)),
+)
+
+
+@dataclass(frozen=True)
+class FiguresConfig:
+    """Flags of this script."""
+
+    check: bool = False
+    """Change nothing; exit with status 1 when a block is stale."""
+    readme: Path = Path("README.md")
+    """File whose blocks are written."""
+    published: Path = Path("logs/published")
+    """Folder of the logs that the blocks are made from."""
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; columns are aligned right where every cell of theirs begins with a digit."""
+    columns = zip(*rows, strict=True)
+    rules = ["--:" if all(cell[:1].isdigit() for cell in column) else "---" for column in columns]
+    lines = [header, rules, *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def model_sizes(published: Path) -> str:
+    """Shape and parameters of some scaling factors; from the configuration, not from a log."""
+    rows = []
+    for strategy, factor in MODEL_SIZES:
+        config = build_config(strategy, factor, MODEL_VOCAB_SIZE)
+        shape = (factor, config.dim, config.n_layers, config.n_heads, count_params(config))
+        rows.append([f"`{strategy}`", *(f"{number:,}" for number in shape)])
+    return markdown_table(["strategy", "factor", "dim", "layers", "heads", "parameters"], rows)
+
+
+# Block of README -> what writes it, given the folder of published logs.
+BLOCKS: dict[str, Callable[[Path], str]] = {"model-sizes": model_sizes}
+
+
+def render(text: str, published: Path) -> tuple[str, list[str]]:
+    """The text with every block made anew, and the names of those that were stale.
+
+    Raises ValueError where a block is missing, stands twice, is not closed, or is not known.
+    """
+    marked = re.findall(r"^<!-- (?:begin|end) (.*) -->$", text, re.MULTILINE)
+    if unknown := sorted(set(marked) - set(BLOCKS)):
+        raise ValueError(f"no function writes the block {', '.join(unknown)}")
+    stale = []
+    for name, write in BLOCKS.items():
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+            raise ValueError(f"the block {name} must stand once, between its two markers")
+        start, stop = text.index(begin) + len(begin), text.index(end)
+        content = write(published)
+        content = f"{content}\n" if content else ""
+        if text[start:stop] != content:
+            stale.append(name)
+        text = text[:start] + content + text[stop:]
+    return text, stale
+
+
+def main(config: FiguresConfig) -> None:
+    """Rewrite the stale blocks, or only name them."""
+    try:
+        text, stale = render(config.readme.read_text(encoding="utf-8"), config.published)
+    except (OSError, ValueError) as error:
+        refuse(f"{config.readme}: {error}")
+    if config.check:
+        if stale:
+            print(f"{config.readme}: stale: {', '.join(stale)}; run make figures", file=sys.stderr)
+        sys.exit(bool(stale))
+    if stale:
+        config.readme.write_text(text, encoding="utf-8")
+    print(f"{config.readme}: rewrote {', '.join(stale) or 'nothing, all blocks are up to date'}")
+
+
+if __name__ == "__main__":
+    main(parse_flags(FiguresConfig))

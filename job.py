@@ -1,0 +1,241 @@
+"""What does a run say about itself: its log, how far it came, and how it ended."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed import (
+    EXIT_STATUS,
+    SLOW_PHASE_S,
+    Failure,
+    Watch,
+    World,
+    describe_failure,
+)
+from hardware import peak_tflops
+from model import count_params
+from run_log import SCHEMA_VERSION, LogWriter, StepRecord
+from train_config import Inputs, TrainConfig
+from utils import (
+    TORCH_IMPORTED_AT,
+    device_name,
+    peak_memory_gib,
+    relative_path,
+    source_version,
+    versions,
+)
+
+
+class Job:
+    """What a run says about itself: its log, how far it came, and how it ended."""
+
+    def __init__(self, config: TrainConfig, inputs: Inputs, world: World) -> None:
+        self.config, self.inputs, self.world = config, inputs, world
+        self.log = LogWriter(config.log_file)
+        self.watch = Watch(world, self._write_failure)
+        self.seconds: dict[str, float] = {}
+        self.steps_done = 0
+        self.digest: dict[str, Any] | None = None
+        self._started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what the job is doing, and add the time to its ``End:`` record."""
+        self.watch.phase = name
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def write_run(self) -> None:
+        """Write the ``Run:`` record (rank 0)."""
+        if self.world.rank == 0:
+            self.log.record("Run", describe_run(self.config, self.inputs, self.world))
+
+    def write_end(self, status: str, reason: str = "") -> None:
+        """Write the ``End:`` record (rank 0) with the peak memory of all ranks."""
+        peak_gib, reserved_gib = self.world.max_host(peak_memory_gib(self.world.device))
+        if self.world.rank:
+            return
+        fields = self._end_fields(status, reason)
+        self.log.record(
+            "End",
+            fields
+            | {"peak_gib": peak_gib, "peak_reserved_gib": reserved_gib, "digest": self.digest},
+        )
+
+    def _write_failure(self, failure: Failure) -> None:
+        """The record of a job that failed; called from whichever thread noticed, without sums."""
+        reason = f"{failure.reason} (rank {failure.rank})"
+        fields = self._end_fields(failure.status, reason) | {"phase": failure.phase}
+        self.log.record("End", fields)
+        text = f"{failure.status} in {failure.phase} after step {self.steps_done}: {reason}"
+        print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
+
+    def _end_fields(self, status: str, reason: str) -> dict[str, Any]:
+        seconds = {name: round(value, 3) for name, value in self.seconds.items()}
+        seconds["total"] = round(time.perf_counter() - self._started, 3)
+        return {
+            "status": status,
+            "reason": reason,
+            "steps_done": self.steps_done,
+            "seconds": seconds,
+        }
+
+
+def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str, Any]:
+    """Fields of the ``Run:`` record: all that a reader needs to repeat or to compare the run."""
+    settings = asdict(config)
+    for name in ("log_file", "profile_dir"):
+        settings[name] = None if settings[name] is None else relative_path(settings[name])
+    name = device_name(world.device)
+    return {
+        "schema": SCHEMA_VERSION,
+        "script": os.path.basename(sys.argv[0]),
+        "argv": sys.argv[1:],
+        "config": settings,
+        "fsdp": config.fsdp,
+        **source_version(),
+        "versions": versions(),
+        "device": name,
+        "device_type": world.device.type,
+        "compute_dtype": str(inputs.compute_dtype).removeprefix("torch."),
+        "peak_tflops": config.peak_tflops or peak_tflops(name),
+        "world_size": world.size,
+        "num_nodes": world.num_nodes,
+        "replicas": getattr(config, "replicas", 1),
+        "global_batch": inputs.global_batch,
+        "tokens_per_step": inputs.global_batch * config.sequence_length,
+        "num_parameters": count_params(inputs.model_config),
+        "flops_per_token": inputs.flops_per_token,
+        "model": asdict(inputs.model_config),
+        "data": {
+            "fingerprint": inputs.corpus.fingerprint,
+            "num_documents": inputs.corpus.num_documents,
+        },
+        "tokenizer": {"name": inputs.tokenizer.name, "vocab_size": inputs.tokenizer.vocab_size},
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+    }
+
+
+@contextlib.contextmanager
+def running_job(config: TrainConfig, inputs: Inputs, world: World) -> Iterator[Job]:
+    """Watch over a run: a failure of any rank ends them all, with one ``End:`` record."""
+    job = Job(config, inputs, world)
+    job.watch.start()
+    try:
+        job.write_run()
+        yield job
+    except Exception as error:
+        job.watch.end(describe_failure(error, job.watch.phase, world.rank))
+    job.watch.close()
+    job.log.close()
+    if job.watch.stop_agreed:
+        sys.stdout.flush()
+        os._exit(EXIT_STATUS["preempted"])
+
+
+class Meter:
+    """Tokens and time since the last log line, and the line itself."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        config, inputs = job.config, job.inputs
+        self.positions_per_step = inputs.global_batch * config.sequence_length
+        self.peak_tflops = config.peak_tflops or peak_tflops(device_name(job.world.device))
+        self.patience_s = SLOW_PHASE_S
+        self._num_steps = 0
+        self._num_training_tokens = 0.0
+        self._last_training_tokens = 0.0
+        self._clock = time.perf_counter()
+
+    def add(self, num_training_tokens: float) -> None:
+        """Count one step."""
+        self._num_steps += 1
+        self._num_training_tokens += num_training_tokens
+        self._last_training_tokens = num_training_tokens
+
+    def log(
+        self, step: int, loss_sum: Tensor, grad_norm: Tensor, first_bad_step: Tensor, rate: float
+    ) -> None:
+        """Log one step. Raises FloatingPointError if a loss was not finite since the last line."""
+        job, world = self.job, self.job.world
+        # Reading these waits for the GPU: every step so far has ended when the clock is read.
+        [loss_total] = world.sum_host([loss_sum.item()])
+        peak_gib, reserved_gib, minus_bad = world.max_host(
+            [*peak_memory_gib(world.device), -first_bad_step.item()]
+        )
+        now = time.perf_counter()
+        step_s = (now - self._clock) / self._num_steps
+        tokens_per_s = self.positions_per_step / world.size / step_s
+        tflops = tokens_per_s * job.inputs.flops_per_token / 1e12
+        record = StepRecord(
+            step=step,
+            loss=loss_total / self._last_training_tokens if self._last_training_tokens else 0.0,
+            tokens_per_s=tokens_per_s,
+            training_tokens_pct=100
+            * self._num_training_tokens
+            / (self.positions_per_step * self._num_steps),
+            mfu_pct=100 * tflops / self.peak_tflops if self.peak_tflops else None,
+            tflops=tflops,
+            grad_norm=grad_norm.item(),
+            learning_rate=rate,
+            step_s=step_s,
+            peak_gib=peak_gib,
+            peak_reserved_gib=reserved_gib,
+        )
+        if world.rank == 0:
+            job.log.step(record)
+        if step == 1:
+            job.seconds["until first step"] = now - TORCH_IMPORTED_AT
+        # The CPU runs ahead of the GPU and waits at log steps: for all steps in between.
+        self.patience_s = max(
+            job.config.collective_timeout_s, 5 * step_s * job.config.logging_frequency
+        )
+        self._num_steps, self._num_training_tokens = 0, 0.0
+        self._clock = now
+        if job.config.fail_on_nonfinite and minus_bad > float("-inf"):
+            raise FloatingPointError(
+                f"the loss of step {-minus_bad:.0f} is not finite; lower --learning-rate, "
+                "or go on with --no-fail-on-nonfinite"
+            )
+
+
+class Profiler:
+    """A torch.profiler trace of some steps, which are bracketed for nsys as well."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self.config, self.world = config, world
+        self.trace: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """Start at the first profiled step."""
+        if self.config.profile and step == self.config.profile_step_start:
+            self.trace = torch.profiler.profile()
+            self.trace.start()
+            if self.world.device.type == "cuda":
+                torch.cuda.profiler.start()
+
+    def after(self, step: int) -> None:
+        """Stop after the last profiled step."""
+        if step == self.config.profile_step_end:
+            self.close()
+
+    def close(self) -> None:
+        """Stop and write the trace, if one is being made."""
+        if self.trace is None:
+            return
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+        self.trace.stop()
+        self.config.profile_dir.mkdir(parents=True, exist_ok=True)
+        path = self.config.profile_dir / f"trace-rank{self.world.rank}.json"
+        self.trace.export_chrome_trace(str(path))
+        self.trace = None

@@ -1,0 +1,193 @@
+"""What do the training scripts accept, and is what they were given usable?
+
+The flags of train.py and train_fsdp.py, and every input that they name, opened and checked before
+anything is started or written.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from dataset import Corpus, Tokenizer, load_tokenizer, open_corpus
+from distributed import Sharding, launched_world_size
+from model import (
+    ActivationCheckpointing,
+    ScalingStrategy,
+    TransformerConfig,
+    build_config,
+    count_params,
+    flops_per_token,
+)
+from utils import DTYPES, GIB, DtypeName
+
+OPTIMIZER_STATES = 2  # AdamW: first and second moment, in the dtype of the parameters
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Flags of both training scripts; the field docstrings are their help."""
+
+    dataset: str = "data/sample.parquet"
+    """Parquet file, folder of them, or glob, with a column `text`."""
+    tokenizer_name_or_path: str = "tekken"
+    """`tekken` (Mistral NeMo, 131,072 tokens), a tokenizer.json or its folder, or a hub id."""
+    sequence_length: int = 4096
+    """Tokens per row."""
+    batch_size: int = 1
+    """Rows per rank in one micro-batch."""
+    grad_accumulation_steps: int = 1
+    """Micro-batches per step."""
+    packing: bool = True
+    """Join documents and cut them into full rows; without it, one padded document per row."""
+    num_workers: int = 1
+    """Processes per rank that read and tokenize (0: the training process does)."""
+    training_steps: int = 1000
+    """Steps to train."""
+    learning_rate: float = 1e-5
+    """Learning rate of AdamW after the warm-up."""
+    lr_warmup_steps: int = 10
+    """Steps of linear warm-up; constant afterwards."""
+    grad_max_norm: float = 1.0
+    """Clip the norm of the whole gradient to this."""
+    logging_frequency: int = 5
+    """Log the first step, every n-th and the last."""
+    scaling_strategy: ScalingStrategy = "all"
+    """Grow width and depth together (`all`) or depth alone (`n_layers`)."""
+    scaling_factor: int = 1
+    """How far to grow the model, from 1."""
+    set_seed: int = 42
+    """Seed of the initial weights and of the order of the data."""
+    model_dtype: DtypeName = "bf16"
+    """Dtype of parameters, gradients and optimizer state."""
+    compute_dtype: DtypeName | None = None
+    """Dtype of activations and matmuls (default: bf16 on GPUs, fp32 on CPU)."""
+    fused_optimizer: bool = True
+    """One fused kernel per group of parameters in AdamW."""
+    compile: bool = field(default_factory=torch.cuda.is_available)
+    """Compile each block and the loss with torch.compile (default: on GPUs)."""
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    """Replay a whole step as one CUDA graph; `auto`: without FSDP, where launching is the limit."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """Recompute in the backward nothing, the gate and up projections (`selective`), or all."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits on every run."""
+    fail_on_nonfinite: bool = True
+    """End the job when a loss is NaN or infinite."""
+    digest: bool = True
+    """At the end, record random projections of (final - initial) weights."""
+    profile: bool = False
+    """Write a torch.profiler trace (and bracket the same steps for nsys)."""
+    profile_step_start: int = 10
+    """First profiled step."""
+    profile_step_end: int = 12
+    """Last profiled step."""
+    profile_dir: Path = Path("profiles")
+    """Folder of the traces."""
+    peak_tflops: float | None = None
+    """Dense bf16 peak of the GPU in TFLOP/s (default: from the device name)."""
+    log_file: Path | None = None
+    """Also append the log to this file."""
+    collective_timeout_s: float = 45.0
+    """A job that makes no progress for this long (once its first step is done) is ended."""
+    dry_run: bool = False
+    """Print what would be trained and the bytes of its states, then stop."""
+
+    def __post_init__(self) -> None:
+        at_least_one = (
+            "sequence_length batch_size grad_accumulation_steps training_steps "
+            "logging_frequency scaling_factor profile_step_start"
+        )
+        for name in at_least_one.split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
+        for name in ("num_workers", "lr_warmup_steps", "set_seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
+        positive = ("learning_rate", "grad_max_norm", "collective_timeout_s", "peak_tflops")
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{_flag(name)} must be greater than 0, not {value}")
+        if self.profile and self.profile_step_end < self.profile_step_start:
+            raise ValueError("--profile-step-end must not come before --profile-step-start")
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether the model is sharded."""
+        return isinstance(self, FSDPTrainConfig)
+
+
+@dataclass(frozen=True)
+class FSDPTrainConfig(TrainConfig):
+    """Flags of train_fsdp.py: those of train.py, and how to shard."""
+
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state on the host between uses."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters after its forward (less memory, one more all-gather)."""
+    replicas: int = 1
+    """Copies of the model; each is sharded over the ranks of its own (HSDP)."""
+
+    def sharding(self, inputs: "Inputs") -> Sharding:
+        """How `shard` is to split the model."""
+        return Sharding(inputs.compute_dtype, self.reshard_after_forward, self.cpu_offload)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replicas < 1 or launched_world_size() % self.replicas:
+            raise ValueError(
+                f"--replicas must divide the number of ranks ({launched_world_size()}), "
+                f"not {self.replicas}"
+            )
+
+
+def _flag(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that a run reads, opened and checked before anything is started or written."""
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    model_config: TransformerConfig
+    compute_dtype: torch.dtype
+    global_batch: int
+    flops_per_token: int
+
+
+def open_inputs(config: TrainConfig) -> Inputs:
+    """Open what the flags name. Raises ValueError, with what to do, for what cannot be used."""
+    corpus = open_corpus(config.dataset)
+    global_batch = launched_world_size() * config.batch_size * config.grad_accumulation_steps
+    if corpus.num_documents < global_batch:
+        raise ValueError(
+            f"{config.dataset} holds {corpus.num_documents} documents, fewer than the "
+            f"{global_batch} rows of a global batch; use a smaller --batch-size or more data"
+        )
+    tokenizer = load_tokenizer(config.tokenizer_name_or_path)
+    shape = build_config(config.scaling_strategy, config.scaling_factor, tokenizer.vocab_size)
+    compute = config.compute_dtype or ("bf16" if torch.cuda.is_available() else "fp32")
+    cost = flops_per_token(shape, config.sequence_length)
+    return Inputs(corpus, tokenizer, shape, DTYPES[compute], global_batch, cost)
+
+
+def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
+    """Parameters, FLOPs and tokens of a step, and the bytes of the states per GPU, as text."""
+    num_params = count_params(inputs.model_config)
+    num_shards = launched_world_size() // getattr(config, "replicas", 1)
+    bytes_each = num_params * DTYPES[config.model_dtype].itemsize / num_shards
+    place = "host memory" if getattr(config, "cpu_offload", False) else "device memory"
+    rows = {
+        "parameters": f"{num_params:,}",
+        "FLOPs per token": f"{inputs.flops_per_token:,}",
+        "tokens per step": f"{inputs.global_batch * config.sequence_length:,}",
+        "documents": f"{inputs.corpus.num_documents:,}",
+        f"parameters per rank, {place} (GiB)": f"{bytes_each / GIB:.2f}",
+        "gradients per rank (GiB)": f"{bytes_each / GIB:.2f}",
+        "optimizer state per rank (GiB)": f"{OPTIMIZER_STATES * bytes_each / GIB:.2f}",
+    }
+    return "\n".join(f"{name:<44}{value:>20}" for name, value in rows.items())
