@@ -494,27 +494,30 @@ def _join_shares(
             multiprocessing_context="fork" if num_workers else None,
         )
     )
-    while True:
-        windows: list[Window] = []
-        counts: collections.Counter[str] = collections.Counter()
-        for _ in range(max(1, num_workers)):  # the loader hands out its workers' items in turn
-            share = next(shares)
-            if isinstance(share, ValueError):
-                raise share
-            windows += share[0]
-            counts += share[1]
-        tokens = torch.from_numpy(np.stack([window.tokens for window in windows])).long()
-        counted = torch.from_numpy(np.stack([window.counted for window in windows]))
-        inputs = tokens[:, :-1].contiguous()
-        labels = tokens[:, 1:].masked_fill(~counted, IGNORED_LABEL)
-        yield StepRows(
-            inputs.pin_memory() if pin_memory else inputs,
-            labels.pin_memory() if pin_memory else labels,
-            tuple(window.position for window in windows),
-            int(counted.sum()),
-            counts["skipped"],
-            counts["repaired"],
-        )
+    try:
+        while True:
+            windows: list[Window] = []
+            counts: collections.Counter[str] = collections.Counter()
+            for _ in range(max(1, num_workers)):  # the loader hands out its workers' items in turn
+                share = next(shares)
+                if isinstance(share, ValueError):
+                    raise share
+                windows += share[0]
+                counts += share[1]
+            tokens = torch.from_numpy(np.stack([window.tokens for window in windows])).long()
+            counted = torch.from_numpy(np.stack([window.counted for window in windows]))
+            inputs = tokens[:, :-1].contiguous()
+            labels = tokens[:, 1:].masked_fill(~counted, IGNORED_LABEL)
+            yield StepRows(
+                inputs.pin_memory() if pin_memory else inputs,
+                labels.pin_memory() if pin_memory else labels,
+                tuple(window.position for window in windows),
+                int(counted.sum()),
+                counts["skipped"],
+                counts["repaired"],
+            )
+    finally:
+        del shares  # ends the workers now, not when an error's traceback is let go
 
 
 def _outlive_stop_signals(_worker: int) -> None:
