@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli import parse_flags, refuse
-from model_config import build_config, count_params
+from model_config import ScalingStrategy, build_config, count_params
 
 MODEL_VOCAB_SIZE = 131_072  # of the default tokenizer
-MODEL_SIZES = (
+MODEL_SIZES: tuple[tuple[ScalingStrategy, int], ...] = (
     *(("all", factor) for factor in (1, 2, 4, 6, 8, 10, 12, 14, 17, 19)),
     *(("n_layers", factor) for factor in (1, 24)),
 )

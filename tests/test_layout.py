@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES_TOTAL = 3000
-GOAL_LINES_TOTAL = 2500
+# Documentation is not held against anybody: docstrings, comments and blank lines are not counted.
+MAX_LINES_OF_CODE = 3000
 MAX_LINES_FUNCTION = 60
 MAX_LINES_DIFFERENT = 12
 
 # What each room may import: rooms, then packages, beside the standard library. A room may only
 # import rooms that stand above it.
 LOG_ROOMS = "run_log model_config hardware"
-TRAINING_ROOMS = f"{LOG_ROOMS} cli memory utils loss weights model dataset distributed checkpoint"
+CORE_ROOMS = f"{LOG_ROOMS} cli memory utils loss weights model dataset distributed checkpoint"
+TRAINING_ROOMS = f"{CORE_ROOMS} train_config job step"
 ROOMS: dict[str, tuple[str, str]] = {
     "run_log": ("", ""),
     "model_config": ("", ""),
@@ -29,23 +30,22 @@ ROOMS: dict[str, tuple[str, str]] = {
     "loss": ("", "torch"),
     "weights": ("", "torch"),
     "model": ("model_config loss", "torch"),
-    "dataset": ("", "torch numpy pyarrow tokenizers tiktoken mistral_common transformers"
-                " huggingface_hub"),
-    "distributed": ("utils model", "torch"),
+    "dataset": ("", "torch numpy pyarrow tokenizers tiktoken mistral_common transformers"),
+    "distributed": ("model utils", "torch"),
     "checkpoint": ("utils distributed", "torch"),
-    "train_config": ("utils model dataset distributed", "torch"),
-    "step": ("distributed train_config", "torch"),
-    "job": (f"{TRAINING_ROOMS} train_config", "torch"),
-    "trainer": (f"{TRAINING_ROOMS} train_config step job", "torch tqdm"),
-    "train": (f"{TRAINING_ROOMS} trainer", "torch tyro tqdm"),
-    "train_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tyro tqdm"),
-    "load_model_no_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tyro tqdm"),
+    "train_config": (CORE_ROOMS, "torch"),
+    "job": (f"{CORE_ROOMS} train_config", "torch"),
+    "step": (f"{CORE_ROOMS} train_config", "torch"),
+    "trainer": (TRAINING_ROOMS, "torch tqdm"),
+    "train": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
+    "train_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
+    "load_model_no_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
     "analysis": (LOG_ROOMS, "numpy pandas"),
-    "parity": (f"{LOG_ROOMS} analysis", "numpy"),
-    "loss_ablation": ("run_log cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
-    "plots": ("run_log cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
-    "figures": ("run_log model_config memory analysis parity", "pandas"),
-}  # fmt: skip
+    "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
+    "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
+    "plots": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
+    "figures": (f"{LOG_ROOMS} cli memory analysis parity", "numpy pandas"),
+}
 NO_TORCH = [room for room, (_, packages) in ROOMS.items() if "torch" not in packages.split()]
 EXISTING = [path.stem for path in sorted(ROOT.glob("*.py"))]
 PRODUCT_FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")])
@@ -76,6 +76,24 @@ def long_functions(source: str, limit: int) -> list[tuple[str, int]]:
     )
     lengths = ((node.name, (node.end_lineno or 0) - node.lineno + 1) for node in functions)
     return [(name, length) for name, length in lengths if length > limit]
+
+
+def count_code_lines(source: str) -> int:
+    """Lines of a source text that hold more than documentation."""
+    documentation = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+    lines = enumerate(source.splitlines(), start=1)
+    return sum(
+        bool(text.strip()) and not text.lstrip().startswith("#")
+        for number, text in lines
+        if number not in documentation
+    )
 
 
 def absolute_paths(text: str) -> list[str]:
@@ -138,10 +156,16 @@ def test_long_functions_are_found() -> None:
 
 
 def test_somebody_can_read_it_in_an_evening() -> None:
-    lines = {path.name: len(path.read_text().splitlines()) for path in PRODUCT_FILES}
-    total = sum(lines.values())
-    print(f"{total} lines of Python outside tests (goal {GOAL_LINES_TOTAL}): {lines}")
-    assert total <= MAX_LINES_TOTAL, lines
+    texts = {path.name: path.read_text() for path in PRODUCT_FILES}
+    code = {name: count_code_lines(text) for name, text in texts.items()}
+    num_lines = sum(len(text.splitlines()) for text in texts.values())
+    print(f"outside tests: {sum(code.values())} lines of code, {num_lines} with documentation")
+    assert sum(code.values()) <= MAX_LINES_OF_CODE, code
+
+
+def test_code_lines_are_counted() -> None:
+    source = '"""Doc.\n\nMore.\n"""\n\n# why\nx = [  # what\n    """not a doc""",\n]\n'
+    assert count_code_lines(source) == 3
 
 
 def test_nothing_points_at_one_machine() -> None:

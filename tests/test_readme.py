@@ -1,0 +1,122 @@
+"""Does README.md say what the logs, the code and the Makefile say?"""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import figures
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PUBLISHED = ROOT / "logs" / "published"
+# Where the flags of a script are defined.
+CONFIG_CLASSES = {
+    "train.py": ("train_config", "TrainConfig"),
+    "train_fsdp.py": ("train_config", "FSDPTrainConfig"),
+    "figures.py": ("figures", "FiguresConfig"),
+}
+TREE = re.search(r"## What is where\n\n```\n(.*?)```", README, re.DOTALL)
+
+
+def prose(text: str) -> str:
+    """The text without its generated blocks."""
+    return re.sub(r"<!-- begin (.*?) -->.*?<!-- end \1 -->", "", text, flags=re.DOTALL)
+
+
+def measurements(text: str) -> list[str]:
+    """Numbers with the unit of something that a run measures."""
+    unit = r"\s*(?:%|GiB|GB|TFLOP|tokens/s|tokens per second)"
+    return re.findall(rf"\d[\d.,]*{unit}", text)
+
+
+def commands(text: str) -> list[str]:
+    """Lines of the shell blocks, continued ones joined, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("#")[0].strip() for line in lines]
+
+
+def test_blocks_are_fresh() -> None:
+    _, stale = figures.render(README, PUBLISHED)
+    assert not stale, "run make figures"
+
+
+def test_a_stale_block_is_found_and_mended(tmp_path: Path) -> None:
+    number = "75,501,824"
+    assert README.count(number) == 1
+    readme = tmp_path / "README.md"
+    readme.write_text(README.replace(number, "75,501,825"), encoding="utf-8")
+    command = [sys.executable, "figures.py", "--readme", str(readme)]
+    check = [*command, "--check"]
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
+    stale = subprocess.run(check, **options)
+    assert stale.returncode == 1
+    assert "stale: model-sizes" in stale.stderr
+    assert number not in readme.read_text(encoding="utf-8"), "--check changes nothing"
+    subprocess.run(command, check=True, **options)
+    assert readme.read_text(encoding="utf-8") == README
+    assert subprocess.run(check, **options).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ("<!-- end model-sizes -->\n", ""),
+        ("<!-- begin model-sizes -->\n", ""),
+        ("<!-- begin model-sizes -->", "<!-- begin another -->"),
+        ("<!-- end model-sizes -->", "<!-- end model-sizes -->\n<!-- end model-sizes -->"),
+    ],
+)
+def test_damaged_markers_are_refused(damage: tuple[str, str]) -> None:
+    with pytest.raises(ValueError):
+        figures.render(README.replace(*damage), PUBLISHED)
+
+
+def test_no_measurement_is_written_by_hand() -> None:
+    assert measurements("12.5 GiB, 7,774.49 tokens/s, 99 %") == ["12.5 GiB", "7,774.49 tokens/s",
+                                                                "99 %"]  # fmt: skip
+    assert not measurements(prose(README))
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)]+)\)", README)
+    missing = [
+        target
+        for target in targets
+        if "://" not in target and not (ROOT / target.split("#")[0]).exists()
+    ]
+    assert not missing
+
+
+def test_the_tree_names_what_is_there() -> None:
+    assert TREE is not None
+    named = {line.split()[0] for line in TREE[1].splitlines() if line}
+    assert {path.name for path in ROOT.glob("*.py")} <= named
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE))
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_flags_of_the_commands_exist() -> None:
+    num_flags = 0
+    for command in commands(README):
+        for script, (module, name) in CONFIG_CLASSES.items():
+            if not re.search(rf"\b{script}\b", command):
+                continue
+            config = getattr(import_module(module), name)
+            assert is_dataclass(config)
+            known = {"--" + item.name.replace("_", "-") for item in fields(config)}
+            arguments = command.split(script, 1)[1]
+            flags = set(re.findall(r"(?<=\s)--[a-z-]+", arguments))
+            assert flags <= known, command
+            num_flags += len(flags)
+    assert num_flags, "no command was found"
