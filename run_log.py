@@ -55,8 +55,9 @@ _COLUMNS = (
 )
 _NUM_REQUIRED = 6
 _FIELD_OF_NAME = {name: attribute for attribute, name, _ in _COLUMNS}
-_STEP = re.compile(r"(?<!\w)Step: (?=\d)")
-_RECORD = re.compile(r"(?<!\w)([A-Z][A-Za-z]*): (?=\{)")
+# What a line can begin with, anywhere in it: a job that was requeued may append to half a line.
+_BEGIN = re.compile(r"Step: (?=\d)|(?<![A-Za-z])(?P<kind>[A-Za-z]+): (?=\{)")
+_CUT = "<cut>"  # written behind half a line, so that its last number is not taken for a whole one
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -71,34 +72,33 @@ def format_step(record: StepRecord) -> str:
     return " | ".join(parts)
 
 
-def parse_step(text: str) -> tuple[StepRecord | None, bool]:
+def parse_step(text: str, *, cut: bool = False) -> tuple[StepRecord | None, bool]:
     """(record, damaged) of a line from ``Step: `` on.
 
     A line counts when its first six fields are whole numbers of the right names; a known field
-    after them that does not parse is left out, and the line is damaged. Unknown fields are skipped.
+    after them that does not parse, or stands twice, is left out, and the line is damaged, as is
+    one that was ``cut``: digits of its last number may be missing. Unknown fields are skipped.
     """
     values: dict[str, Any] = {}
-    damaged = False
-    for place, part in enumerate(text.split(" | ")):
+    damaged = cut
+    parts = text.rstrip().split(" | ")
+    for place, part in enumerate(parts[:-1] if cut else parts):
         name, separator, number = part.partition(": ")
         attribute = _FIELD_OF_NAME.get(name)
         if place < _NUM_REQUIRED and attribute != _COLUMNS[place][0]:
             return None, True
-        if attribute is None:
-            damaged |= not separator
+        if attribute is None or attribute in values:
+            damaged |= not separator or attribute in values
             continue
+        convert = int if place == 0 else float
         try:
-            number = number.strip()
-            values[attribute] = (
-                None if number == "n/a" else int(number) if place == 0 else float(number)
-            )
+            values[attribute] = None if number == "n/a" else convert(number)
         except ValueError:
             if place < _NUM_REQUIRED:
                 return None, True
             damaged = True
-    if len(values) < _NUM_REQUIRED:
-        return None, True
-    if any(values[name] is None for name in ("loss", "tokens_per_s", "training_tokens_pct")):
+    needed = ("loss", "tokens_per_s", "training_tokens_pct")
+    if len(values) < _NUM_REQUIRED or any(values[name] is None for name in needed):
         return None, True
     return StepRecord(**values), damaged
 
@@ -133,20 +133,19 @@ class LogWriter:
             return
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            torn = _ends_torn(self._path)
             self._file = self._path.open("a", encoding="utf-8")
-            if torn:  # an earlier job was killed in the middle of a line
-                self._file.write("\n")
+            if _ends_torn(self._file):  # an earlier job was killed in the middle of a line
+                self._file.write(f"{_CUT}\n")
         self._file.write(line + "\n")
         self._file.flush()
 
 
-def _ends_torn(path: Path) -> bool:
-    if not path.exists() or path.stat().st_size == 0:
+def _ends_torn(file: TextIO) -> bool:
+    if file.tell() == 0:
         return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+    with open(file.name, "rb") as same:
+        same.seek(-1, os.SEEK_END)
+        return same.read(1) != b"\n"
 
 
 def _finite(value: Any) -> Any:
@@ -177,6 +176,7 @@ class LegacyFacts:
     model_dtype: str | None = None
     vocab_size: int | None = None
     num_parameters: int | None = None
+    compiled: bool | None = None
     out_of_memory: bool = False
 
 
@@ -207,10 +207,9 @@ class RunLog:
             return str(self.end.get("status", "failed"))
         if self.legacy is not None and self.legacy.out_of_memory:
             return "out_of_memory"
-        if self.legacy is not None and self.steps:
-            reached = self.steps[-1].step >= (self.legacy.training_steps or 0)
-            return "completed" if reached else "killed"
-        return "killed"
+        asked = self.legacy.training_steps if self.legacy is not None else None
+        reached = bool(asked and self.steps and self.steps[-1].step >= asked)
+        return "completed" if reached else "killed"
 
 
 def read_run(path: str | Path) -> RunLog:
@@ -231,14 +230,14 @@ def read_runs(path: str | Path) -> list[RunLog]:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"cannot read the log {path}: {error.strerror}") from None
-    lines = text.split("\n")
+    if "\x1b" in text:
+        text = _ANSI.sub("", text)
     # Behind the last newline stands nothing, or a line that was cut anywhere, even in a number.
-    torn = lines.pop()
+    *lines, torn = text.replace("\r", "\n").split("\n")
     reader = _Reader(path)
     for line in lines:
         reader.read(line)
-    if _STEP.search(torn) or _RECORD.search(torn):
-        reader.current.num_skipped_lines += 1
+    reader.read(torn, cut=True)
     return reader.finish()
 
 
@@ -248,50 +247,51 @@ class _Reader:
         self.finished: list[RunLog] = []
         self._steps: dict[int, StepRecord] = {}
 
-    def read(self, line: str) -> None:
+    def read(self, line: str, *, cut: bool = False) -> None:
         if "Step: " not in line and ": {" not in line:
-            if not self.current.runs:
+            if not cut and not self.current.runs:
                 _read_legacy(line, self.current)
             return
-        if "\x1b" in line:
-            line = _ANSI.sub("", line)
-        places = [match.start() for match in _STEP.finditer(line)]
-        record = _RECORD.search(line)
-        if places:
-            self._read_steps(line, places, record.start() if record else len(line))
-        if record:
-            self._read_record(record[1], line[record.end() :])
+        begin = _BEGIN.search(line)
+        while begin:
+            if begin["kind"]:
+                following = _BEGIN.search(line, self._read_record(begin["kind"], line, begin.end()))
+            else:  # two ranks' lines can share one: each ends where the next begins
+                following = _BEGIN.search(line, begin.end())
+                end = following.start() if following else len(line)
+                self._read_step(line[begin.start() : end], cut=cut or following is not None)
+            begin = following
 
-    def _read_steps(self, line: str, places: list[int], end: int) -> None:
-        # Two ranks' lines can share one: each is read up to where the next begins.
-        for start, stop in zip(places, [*places[1:], end], strict=True):
-            step, damaged = parse_step(line[start:stop].rstrip())
-            self.current.num_skipped_lines += damaged
-            if step is not None:
-                self.current.num_duplicate_steps += step.step in self._steps
-                self._steps[step.step] = step
+    def _read_step(self, text: str, *, cut: bool) -> None:
+        step, damaged = parse_step(text, cut=cut)
+        self.current.num_skipped_lines += damaged
+        if step is not None:
+            self.current.num_duplicate_steps += step.step in self._steps
+            self._steps[step.step] = step
 
-    def _read_record(self, kind: str, text: str) -> None:
+    def _read_record(self, kind: str, line: str, start: int) -> int:
+        """Take in the record whose JSON starts there; return where it ends."""
         try:
-            values, _ = json.JSONDecoder().raw_decode(text)
-        except ValueError:
+            values, end = json.JSONDecoder().raw_decode(line, start)
+        except (ValueError, RecursionError):
             self.current.num_skipped_lines += kind in KNOWN_KINDS
-            return
-        if kind == "Run":
+            return start
+        if kind == "Run" or (kind.endswith("Run") and "schema" in values):
             if self.current.runs and not is_same_run(self.current.runs[0], values):
                 self._finish_current()
             self.current.runs.append(values)
             self.current.end = None  # an earlier attempt's end is not the job's
         elif kind == "End":
             self.current.end = values
-        elif kind == "Probe":
-            self.current.probes.append(values)
-        elif kind == "Breakdown":
-            self.current.breakdowns.append(values)
-        else:
+        elif kind in ("Probe", "Breakdown"):
+            (self.current.probes if kind == "Probe" else self.current.breakdowns).append(values)
+        elif kind[0].isupper():
             self.current.skipped_kinds[kind] += 1
+        return end
 
     def _finish_current(self) -> None:
+        if self.current.runs:
+            self.current.legacy = None  # a launcher's words, not those of an older job
         self.current.steps = [self._steps[step] for step in sorted(self._steps)]
         self.finished.append(self.current)
         self.current, self._steps = RunLog(self.current.path), {}
@@ -309,7 +309,9 @@ def is_same_run(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Whether two ``Run:`` records are attempts of one job: same script, flags, model and data."""
 
     def identity(run: dict[str, Any]) -> list[Any]:
-        flags = {k: v for k, v in run.get("config", {}).items() if k not in _VOLATILE_FLAGS}
+        flags = run.get("config")
+        if isinstance(flags, dict):
+            flags = {name: flags[name] for name in flags.keys() - _VOLATILE_FLAGS}
         return [flags, *(run.get(key) for key in ("script", "model", "data", "global_batch"))]
 
     return identity(first) == identity(second)
@@ -324,31 +326,17 @@ _LEGACY_FACTS: tuple[tuple[str, str, Any], ...] = (
     ("sequence_length", r"[(, ]sequence_length=(\d+)", int),
     ("batch_size", r"[(, ]batch_size=(\d+)", int),
     ("seed", r"set_seed=(\d+)", int),
-    ("learning_rate", r"[(, ]learning_rate=([\d.e-]+)", float),
+    ("learning_rate", r"[(, ]learning_rate=(\d+(?:\.\d+)?(?:e-?\d+)?)", float),
     ("training_steps", r"training_steps=(\d+)", int),
     ("model_dtype", r"model_dtype='(\w+)'", str),
     ("vocab_size", r"vocab_size=(\d+)", int),
-    (
-        "num_parameters",
-        r"(?:Total|Actual) model parameters: ([\d,]+)",
-        lambda n: int(n.replace(",", "")),
-    ),
+    ("num_parameters", r"model parameters: (\d[\d,]*)", lambda n: int(n.replace(",", ""))),
+    ("compiled", r"[(, ]compile=(True|False)", "True".__eq__),
 )
 _LEGACY_PATTERNS = [(name, re.compile(regex), convert) for name, regex, convert in _LEGACY_FACTS]
-_LEGACY_SIGNS = (
-    "=",
-    "GPU",
-    "NODES",
-    "world size",
-    "model parameters",
-    "OutOfMemory",
-    "out of memory",
-)
 
 
 def _read_legacy(line: str, run: RunLog) -> None:
-    if not any(sign in line for sign in _LEGACY_SIGNS):
-        return
     facts = run.legacy or LegacyFacts()
     before = repr(facts)
     for name, pattern, convert in _LEGACY_PATTERNS:
