@@ -65,11 +65,13 @@ help: ## Show this list
 $(INSTALLED): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "make: $(PYTHON) is too old or missing: Python >= 3.10 is needed (make PYTHON=...)" >&2; exit 2; }
-	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv || \
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv || \
 	  { echo "make: no environment could be made (Debian, Ubuntu: apt install python3-venv)" >&2; exit 2; }
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
+	@echo "Installing requirements.txt into .venv"
+	@$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
 	@touch $@
 
 $(DEV_INSTALLED): requirements-dev.txt $(INSTALLED)
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements-dev.txt
+	@echo "Installing requirements-dev.txt into .venv"
+	@$(PY) -m pip install -q --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
