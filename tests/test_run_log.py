@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from run_log import LogWriter, RunLog, StepRecord, format_step, parse_step, read_run, read_runs
+from run_log import (
+    LegacyFacts,
+    LogWriter,
+    RunLog,
+    StepRecord,
+    format_step,
+    parse_step,
+    read_run,
+    read_runs,
+)
 
 SEED_LOGS = Path(__file__).resolve().parents[2] / "shared" / "seed_logs"
 # Digits that are printed after the point; the learning rate has four in its mantissa.
@@ -348,9 +357,11 @@ def test_older_logs_are_read() -> None:
         assert run.num_skipped_lines == 0
         assert run.legacy is not None
         assert run.legacy.strategy in ("all", "n_layers")
-    by_name = {path.name: read_run(path) for path in paths}
-    assert by_name["lsai-460981.out"].legacy.factor == 10  # published as scale 2
-    assert by_name["lsai-460667.out"].status == "out_of_memory"
-    assert by_name["lsai-461379.out"].legacy.world_size == 2
-    assert by_name["lsai-460955.out"].legacy.world_size is None
-    assert by_name["lsai-461379.out"].status == "completed"
+    runs = {path.name: read_run(path) for path in paths}
+    words = {name: run.legacy or LegacyFacts() for name, run in runs.items()}
+    assert words["lsai-460981.out"].factor == 10  # published as scale 2
+    assert words["lsai-461379.out"].world_size == 2
+    assert words["lsai-460955.out"].world_size is None
+    assert runs["lsai-461379.out"].status == "completed"
+    assert runs["lsai-461015.out"].status == "killed"
+    assert runs["lsai-460667.out"].status == "out_of_memory"
