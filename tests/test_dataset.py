@@ -354,20 +354,26 @@ def test_resumes_deep_in_a_later_pass_with_workers(corpus: Corpus, tokenizer: To
 
 
 def test_resuming_reads_nothing_that_lies_before(
-    corpus: Corpus, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = []
+    """No row group before the first position, and no text of a stream before its position."""
+    read, documents = [], []
     read_group = dataset.Documents._read_group
 
     def spy(self: dataset.Documents, pass_index: int, place: int) -> dict[int, bytes | None]:
+        texts = read_group(self, pass_index, place)
         read.append((pass_index, place))
-        return read_group(self, pass_index, place)
+        documents.extend(texts)
+        return texts
 
     monkeypatch.setattr(dataset.Documents, "_read_group", spy)
-    positions = [(7 * corpus.num_documents + 45, 0)]
-    take(corpus, tokenizer, num_steps=1, global_rows=1, positions=positions)
+    first = 7 * corpus.num_documents + 46
+    positions = [(first, 0), (first + 25, 0)]
+    take(corpus, byte_tokenizer, num_steps=1, global_rows=2, positions=positions)
     assert {pass_index for pass_index, _ in read} == {7}
-    assert len(read) <= 2
+    assert 2 <= len(read) <= 5
+    assert min(d for d in documents if d % 2 == 0) >= positions[0][0]
+    assert min(d for d in documents if d % 2 == 1) >= positions[1][0]
 
 
 def test_each_row_group_is_read_once(
@@ -439,6 +445,9 @@ def test_pieces_give_the_ids_of_the_whole(tekken: Tokenizer, tokenizer: Tokenize
     line = line + "  " + line[::-1] + " !\u00a0" + line
     assert tekken.encode(line)[1:-1] == tekken.encode_plain(line)
     assert tokenizer.encode(line)[1:-1] == tokenizer.encode_plain(line)
+    for gap in range(2, 6):  # wherever a piece ends, it is not inside a run of spaces
+        spaced = ("word" + " " * gap) * 40_000
+        assert tekken.encode(spaced)[1:-1] == tekken.encode_plain(spaced)
     start_s = time.perf_counter()
     assert len(tekken.encode(prose + prose[: 10_000_000 - len(prose)])) > 2_000_000
     assert time.perf_counter() - start_s < 30
