@@ -1,0 +1,295 @@
+"""What did each run cost? Many job logs become one table of runs.
+
+Read by the scripts that plot and compare; nothing is taken from a file's name. In logs of the
+earlier implementation, only whether a run used FSDP may come from the name of its folder, and
+``fsdp_source`` says so. MFU and TFLOPs are computed again from the configuration, since the values
+of those logs counted the parameters of one rank's shard; the logged ones stand beside them.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from hardware import peak_tflops
+from model_config import TransformerConfig, build_config, count_params, flops_per_token
+from run_log import RunLog, read_runs
+
+TRAINING_SCRIPTS = ("train.py", "train_fsdp.py")
+SKIP_STEPS = 10  # warm-up: compilation, allocator, clocks
+SKIP_STEPS_LEGACY = 1
+# Flags that do not change how fast a step is.
+_NO_COST = {"training_steps", "learning_rate", "lr_warmup_steps", "grad_max_norm", "set_seed"}
+_NO_COST |= {"logging_frequency", "fail_on_nonfinite", "digest", "log_file", "dry_run", "resume"}
+_NO_COST |= {"profile_dir", "profile_step_start", "profile_step_end", "collective_timeout_s"}
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run was, apart from how it went. None: the log does not say."""
+
+    strategy: str
+    factor: int
+    num_parameters: int
+    fsdp: bool
+    fsdp_source: str  # log, or folder name
+    gpus: int
+    nodes: int | None
+    replicas: int
+    batch_size: int  # rows per GPU in one micro-batch
+    grad_accumulation_steps: int
+    global_batch: int  # rows of all GPUs in one step
+    sequence_length: int
+    model_dtype: str | None
+    compute_dtype: str | None
+    activation_checkpointing: str | None
+    compiled: bool | None
+    other_flags: str  # JSON of the flags that cost time and have no field here
+    device: str | None
+    peak_tflops: float | None  # dense bf16, per GPU
+    peak_source: str  # log, device name, logged TFLOPs and MFU, or unknown
+    flops_per_token: int
+    torch_version: str | None
+    commit: str | None
+    status: str
+    log: str
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Means over the logged steps after the warm-up, per GPU. None: no steps, or not known."""
+
+    num_steps: int
+    first_step: int | None
+    last_step: int | None
+    tokens_per_s: float | None
+    tokens_per_s_median: float | None
+    tokens_per_s_p25: float | None
+    tokens_per_s_p75: float | None
+    training_tokens_pct: float | None
+    mfu_pct: float | None
+    tflops: float | None
+    mfu_pct_as_logged: float | None
+    tflops_as_logged: float | None
+    peak_gib: float | None
+    peak_reserved_gib: float | None
+
+
+_FACTS = tuple(RunFacts.__dataclass_fields__)
+_METRICS = tuple(Metrics.__dataclass_fields__)
+_PROVENANCE = ("fsdp_source", "peak_source", "commit", "log")
+# Runs that differ in one of these are never pooled.
+CONFIGURATION = tuple(name for name in _FACTS if name not in _PROVENANCE)
+_ORDER = ["strategy", "fsdp", "gpus", "num_parameters", "log"]
+# Flags that are facts under the same name.
+_SAME_FLAGS = ("batch_size", "grad_accumulation_steps", "sequence_length", "model_dtype")
+_SAME_FLAGS += ("activation_checkpointing",)
+
+
+def facts(run: RunLog) -> RunFacts:
+    """What a run was. Raises ValueError, with the reason, for a log that is not of a training."""
+    record = _record(run)
+    if record.get("script") not in TRAINING_SCRIPTS:
+        raise ValueError(f"it is a log of {record.get('script')}, which does not train")
+    try:
+        return _facts(run, record)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its Run: record lacks a field, or has a strange one: {error}") from None
+
+
+def _facts(run: RunLog, record: dict[str, Any]) -> RunFacts:
+    flags = record["config"]
+    shape = TransformerConfig(**record["model"])
+    peak, peak_source = _peak(run, record)
+    own = _NO_COST.union(_FACTS, ("scaling_strategy", "scaling_factor", "compile"))
+    return RunFacts(
+        **{name: record[name] for name in ("fsdp", "replicas", "global_batch", "device")},
+        **{name: flags[name] for name in _SAME_FLAGS},
+        strategy=flags["scaling_strategy"],
+        factor=flags["scaling_factor"],
+        num_parameters=count_params(shape),
+        fsdp_source=record.get("fsdp_source", "log"),
+        gpus=record["world_size"],
+        nodes=record["num_nodes"],
+        compute_dtype=_DTYPES.get(record["compute_dtype"], record["compute_dtype"]),
+        compiled=flags["compile"],
+        other_flags=json.dumps({k: v for k, v in sorted(flags.items()) if k not in own}),
+        peak_tflops=peak,
+        peak_source=peak_source,
+        flops_per_token=flops_per_token(shape, flags["sequence_length"]),
+        torch_version=record["versions"]["torch"],
+        commit=record["commit"] and record["commit"] + "+" * record["dirty"],
+        status=run.status,
+        log=run.path.as_posix(),
+    )
+
+
+def _record(run: RunLog) -> dict[str, Any]:
+    """The ``Run:`` record; of an older log one made from its text, None where it is silent."""
+    if run.run is not None:
+        return run.run
+    words = run.legacy
+    if words is None:
+        raise ValueError("it has no Run: record, nor the facts of a run in words")
+    needed = ("strategy", "factor", "vocab_size", "sequence_length", "batch_size", "training_steps")
+    lacking = [name for name in needed if getattr(words, name) is None]
+    if lacking:
+        raise ValueError(f"it does not name its {', '.join(lacking)}: not a log of a training")
+    fsdp, source = words.world_size is not None, "log"
+    if not fsdp:
+        source = f"folder name {run.path.parent.name}"
+        if "fsdp" not in source:
+            raise ValueError("neither it nor its folder's name says whether it used FSDP")
+        fsdp = "no_fsdp" not in source
+    gpus = words.world_size or 1
+    config = {
+        "scaling_strategy": words.strategy,
+        "scaling_factor": words.factor,
+        "sequence_length": words.sequence_length,
+        "batch_size": words.batch_size,
+        "grad_accumulation_steps": 1,
+        "model_dtype": words.model_dtype,
+        "compile": words.compiled,
+        "activation_checkpointing": None,
+    }
+    shape = build_config(words.strategy, words.factor, words.vocab_size)  # pyright: ignore
+    return {
+        "script": "train_fsdp.py" if fsdp else "train.py",
+        "config": config,
+        "model": asdict(shape),
+        "fsdp": fsdp,
+        "fsdp_source": source,
+        "world_size": gpus,
+        "num_nodes": words.num_nodes if fsdp else 1,
+        "replicas": 1,
+        "global_batch": gpus * (words.batch_size or 0),
+        "device": words.device,
+        "compute_dtype": None,
+        "versions": {"torch": None},
+        "commit": None,
+    }
+
+
+def _peak(run: RunLog, record: dict[str, Any]) -> tuple[float | None, str]:
+    """(dense bf16 TFLOP/s, where it is from)."""
+    if record.get("peak_tflops"):
+        return record["peak_tflops"], "log"
+    if record["device"] is not None:
+        peak = peak_tflops(record["device"])
+        return peak, "device name" if peak else "unknown"
+    logged = [(s.tflops, s.mfu_pct) for s in run.steps if s.tflops and s.mfu_pct]
+    if not logged:
+        return None, "unknown"
+    # Each MFU is rounded to 0.01 %; their sum is not, and peaks are whole numbers.
+    tflops, mfu_pct = np.sum(logged, axis=0)
+    return float(round(100 * tflops / mfu_pct)), "logged TFLOPs and MFU"
+
+
+def mean_metrics(run: RunLog, *, skip_steps: int | None = None) -> Metrics:
+    """Means over the logged steps after ``skip_steps`` (default: 10; of older logs 1).
+
+    MFU and TFLOPs from the configuration are None where the log does not name model and device.
+    """
+    if skip_steps is None:
+        skip_steps = SKIP_STEPS if run.runs else SKIP_STEPS_LEGACY
+    steps = [step for step in run.steps if step.step > skip_steps]
+
+    def values(name: str) -> list[float]:
+        return [value for step in steps if (value := getattr(step, name)) is not None]
+
+    def mean(name: str) -> float | None:
+        # Rounded, lest the last bit of a sum decides the last digit that is printed.
+        return round(statistics.fmean(found), 6) if (found := values(name)) else None
+
+    speed = mean("tokens_per_s")
+    quarters = np.percentile(values("tokens_per_s"), (25, 50, 75)).tolist() if steps else [None] * 3
+    flops, peak = _cost(run)
+    tflops = speed * flops / 1e12 if speed is not None and flops else None
+    return Metrics(
+        num_steps=len(steps),
+        first_step=steps[0].step if steps else None,
+        last_step=steps[-1].step if steps else None,
+        tokens_per_s=speed,
+        tokens_per_s_p25=quarters[0],
+        tokens_per_s_median=quarters[1],
+        tokens_per_s_p75=quarters[2],
+        training_tokens_pct=mean("training_tokens_pct"),
+        mfu_pct=100 * tflops / peak if tflops is not None and peak else None,
+        tflops=tflops,
+        mfu_pct_as_logged=mean("mfu_pct"),
+        tflops_as_logged=mean("tflops"),
+        peak_gib=_peak_memory(run, "peak_gib"),
+        peak_reserved_gib=_peak_memory(run, "peak_reserved_gib"),
+    )
+
+
+def _cost(run: RunLog) -> tuple[int | None, float | None]:
+    """(FLOPs per token, peak TFLOP/s); None for a log that does not name its model or device."""
+    try:
+        what = facts(run)
+    except ValueError:
+        return None, None
+    return what.flops_per_token, what.peak_tflops
+
+
+def _peak_memory(run: RunLog, name: str) -> float | None:
+    logged = [getattr(step, name) for step in run.steps] + [(run.end or {}).get(name)]
+    return max((float(value) for value in logged if value is not None), default=None)
+
+
+def find_logs(folder: Path) -> list[Path]:
+    """Every job log (``*.out``, ``*.log``) in a folder and the folders in it, in order."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".out", ".log"))
+
+
+def load_runs(folder: Path) -> tuple[list[RunLog], list[tuple[Path, str]]]:
+    """(runs, unusable logs with the reason). A run that failed before its first step is a run."""
+    runs: list[RunLog] = []
+    unusable: list[tuple[Path, str]] = []
+    for path in find_logs(folder):
+        try:
+            for run in read_runs(path):
+                facts(run)
+                runs.append(run)
+        except ValueError as error:
+            unusable.append((path, str(error)))
+    return runs, unusable
+
+
+def table(runs: Sequence[RunLog], *, skip_steps: int | None = None) -> pd.DataFrame:
+    """One row per run: its facts, then its metrics. Raises ValueError as ``facts`` does."""
+    rows = [asdict(facts(run)) | asdict(mean_metrics(run, skip_steps=skip_steps)) for run in runs]
+    frame = pd.DataFrame(rows, columns=[*_FACTS, *_METRICS])
+    # A metric that no run has would make a column of objects.
+    frame = frame.astype({name: "float64" for name in _METRICS if name != "num_steps"})
+    return frame.sort_values(_ORDER, kind="stable", ignore_index=True)
+
+
+def pool(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per configuration of a ``table``, with n, the number of runs it was repeated in.
+
+    Metrics are means over the runs; ``tokens_per_s_min`` and ``_max`` are those of single runs.
+    Runs with another status (out of memory, killed) are not pooled with completed ones.
+    """
+    metrics = {name: (name, "mean") for name in _METRICS}
+    metrics |= {name: (name, "max") for name in ("last_step", "peak_gib", "peak_reserved_gib")}
+    metrics |= {"num_steps": ("num_steps", "sum"), "first_step": ("first_step", "min")}
+    joined = {name: (name, _join) for name in _PROVENANCE}
+    groups = frame.groupby(list(CONFIGURATION), dropna=False, sort=False)
+    return groups.agg(
+        n=("log", "size"),
+        **metrics,
+        tokens_per_s_min=("tokens_per_s", "min"),
+        tokens_per_s_max=("tokens_per_s", "max"),
+        **joined,
+    ).reset_index()
+
+
+def _join(values: pd.Series) -> str:
+    return ", ".join(dict.fromkeys(values.dropna()))
