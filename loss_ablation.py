@@ -1,0 +1,235 @@
+"""Is FSDP correct? Compares the job logs of the same training with and without FSDP.
+
+    python loss_ablation.py --fsdp-logs A.out --no-fsdp-logs B.out [C.out D.out]
+
+Prints what was compared, the largest loss difference, mean metrics, grad norms, final weights and
+the verdict; draws ``loss_comparison.png``. Exit status: 0 equal, 1 not equal, 2 not comparable (or
+bad input), 4 cannot tell. How it judges: parity.py.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import tyro
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from analysis import mean_metrics
+from cli import parse_flags, refuse
+from parity import (
+    FACTOR,
+    OTHER_FIELDS,
+    PARITY_FIELDS,
+    Comparison,
+    compare,
+    field_of,
+    label_of,
+    largest,
+    worst,
+)
+from run_log import RunLog, read_run
+
+WARM_UP_STEPS = 10
+LEGACY_WARM_UP_STEPS = 1  # the older logs' published means leave out step 1 only
+MFU_TOLERANCE = 0.02
+METRICS = {
+    "tokens_per_sec": "tokens_per_s",
+    "training_tokens_pct": "training_tokens_pct",
+    "mfu": "mfu_pct_as_logged",
+    "tflops": "tflops_as_logged",
+}
+# Told apart with any colour vision (Okabe and Ito).
+FSDP_COLOR, REFERENCE_COLOR, MARK_COLOR = "#D55E00", "#0072B2", "#222222"
+Runs = Sequence[RunLog]
+Logs = tyro.conf.UseAppendAction[tuple[tuple[Path, ...], ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class AblationConfig:
+    """Compare the losses of runs with and without FSDP, from their job logs."""
+
+    fsdp_logs: Logs
+    """Job log of the run with FSDP; several: repeats, of which the farthest counts."""
+    no_fsdp_logs: Logs
+    """Job logs without FSDP; three or more that differ in micro-batches measure the noise."""
+    output_dir: Path = Path("plots")
+    """Folder of the figure."""
+
+
+def main(config: AblationConfig) -> int:
+    """Print the comparison, draw the figure, return the exit status. ValueError for bad logs."""
+    fsdp, references = (
+        [read_run(path) for group in groups for path in group]
+        for groups in (config.fsdp_logs, config.no_fsdp_logs)
+    )
+    if not fsdp or not references:
+        raise ValueError("give at least one log to --fsdp-logs and one to --no-fsdp-logs")
+    comparison = compare(fsdp, references)
+    if not comparison.losses and not comparison.mismatches:
+        raise ValueError(comparison.reason)
+    for section in (describe_runs, describe_losses, describe_metrics, describe_rest):
+        print("\n".join(section(fsdp, references, comparison)), end="\n\n")
+    if comparison.losses and not comparison.mismatches:
+        path = config.output_dir / "loss_comparison.png"
+        plot_comparison(comparison, path)
+        print(f"Figure: {path}")
+    print(f"Verdict: {comparison.verdict.upper()}: {comparison.reason}")
+    return comparison.exit_status
+
+
+def describe_runs(fsdp: Runs, references: Runs, comparison: Comparison) -> Iterator[str]:
+    """Both sides' Run records side by side; what forbids to compare them is marked."""
+    yield "=== Compared Runs ==="
+    rows = [("log", [[run.path.name for run in side] for side in (fsdp, references)], "")]
+    for place in f"{OTHER_FIELDS} {PARITY_FIELDS}".split():
+        values = [[field_of(run, place) for run in side] for side in (fsdp, references)]
+        known = {str(value) for side in values for value in side if value is not None}
+        mark = "  <-- must not differ" if place in PARITY_FIELDS.split() and len(known) > 1 else ""
+        if known and (place != "model" or mark):
+            rows.append((label_of(place), values, mark))
+    for label, sides, mark in (("", [["FSDP"], ["NO FSDP"]], ""), *rows):
+        texts = [", ".join(dict.fromkeys("-" if v is None else str(v) for v in s)) for s in sides]
+        yield f"{label:<26}{texts[0]:<42} {texts[1]}{mark}"
+    yield from comparison.notes
+    for run in (*fsdp, *references):
+        if run.num_skipped_lines or run.num_duplicate_steps:
+            yield (
+                f"note: {run.path.name}: {run.num_skipped_lines} damaged lines skipped, "
+                f"{run.num_duplicate_steps} repeated steps (the last counts)"
+            )
+
+
+def describe_losses(fsdp: Runs, references: Runs, comparison: Comparison) -> Iterator[str]:
+    """The common step at which the losses differ most."""
+    yield "=== Max Loss Difference ==="
+    if not comparison.losses:
+        yield "no step in common"
+        return
+    gap = largest(comparison.losses)
+    form = f".{max(4, comparison.decimals)}f"
+    yield f"Step: {gap.step}"
+    yield f"Log FSDP Loss: {gap.fsdp:{form}}"
+    yield f"Log NO FSDP Loss: {gap.reference:{form}}"
+    yield f"Absolute Difference: {gap.difference:{form}}"
+
+
+def describe_metrics(fsdp: Runs, references: Runs, comparison: Comparison) -> Iterator[str]:
+    """Mean speed of both sides: over all logged steps, then over the common ones after warm-up."""
+    yield "=== Mean Metrics ==="
+    tables = {"all logged steps": {step.step for run in (*fsdp, *references) for step in run.steps}}
+    legacy = any(run.run is None for run in (*fsdp, *references))
+    warm_up = LEGACY_WARM_UP_STEPS if legacy else WARM_UP_STEPS
+    if common := {gap.step for gap in comparison.losses if gap.step > warm_up}:
+        tables[f"{len(common)} common steps, {min(common)} to {max(common)}"] = common
+    for title, steps in tables.items():
+        sides = [_mean_metrics(side, steps) for side in (fsdp, references)]
+        yield f"{title:<28}{'FSDP':>12}{'NO FSDP':>12}"
+        for label, name in METRICS.items():
+            texts = ("n/a" if side[name] is None else f"{side[name]:.2f}" for side in sides)
+            yield f"{label + ':':<28}" + "".join(f"{text:>12}" for text in texts)
+        for label, side in zip(("FSDP", "NO FSDP"), sides, strict=True):
+            logged, right = side["mfu_pct_as_logged"], side["mfu_pct"]
+            if logged and right and abs(right / logged - 1) > MFU_TOLERANCE:
+                yield (
+                    f"note: {label}: the logged MFU {logged:.2f} counts the parameters of one "
+                    f"rank's shard; from the configuration it is {right:.2f} "
+                    f"({side['tflops']:.2f} TFLOPs)"
+                )
+    if not common:
+        yield f"no common step after step {warm_up} (warm-up)"
+
+
+def _mean_metrics(runs: Runs, steps: set[int]) -> dict[str, float | None]:
+    """Each metric's mean over some steps and the repeats of a run; None where one has none."""
+    metrics = []
+    for run in runs:
+        kept = [step for step in run.steps if step.step in steps]
+        metrics.append(vars(mean_metrics(dataclasses.replace(run, steps=kept), skip_steps=0)))
+    columns = {name: [one[name] for one in metrics] for name in metrics[0]}
+    return {k: None if None in column else float(np.mean(column)) for k, column in columns.items()}
+
+
+def describe_rest(fsdp: Runs, references: Runs, comparison: Comparison) -> Iterator[str]:
+    """Grad norms and final weights: AdamW hides a wrong gradient scale from the losses."""
+    yield "=== Grad Norm and Final Weights ==="
+    norms, weights = comparison.grad_norms, comparison.weights
+    for name, gaps in {"grad norms": norms, "final weights": weights}.items():
+        if not gaps:
+            yield f"{name}: not in all logs (after the same number of steps)"
+    for gaps in filter(None, (norms, weights[:1], weights[1:])):
+        gap = worst(gaps)
+        name = "grad norm" if gaps is norms else "weights"
+        yield (
+            f"{name}, {gap.where}: {gap.fsdp:.6f} against {gap.reference:.6f}, relative difference "
+            f"{gap.difference:.2e}, {gap.ratio:.3g} × its floor {gap.floor:.2e}"
+        )
+    if comparison.moved_share is not None:
+        yield f"weights that moved at all: {100 * comparison.moved_share:.1f} %"
+
+
+def plot_comparison(comparison: Comparison, path: Path) -> None:
+    """Both loss curves, and under them their difference per step with the floor as a band."""
+    gaps = comparison.losses
+    steps = np.array([gap.step for gap in gaps])
+    differences = np.array([gap.difference for gap in gaps])
+    floors = np.array([gap.floor for gap in gaps])
+    plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
+
+    def label(axes: Axes, text: str, height: float, *, color: str, offset: int = 0) -> None:
+        axes.annotate(text, (steps[-1], height), (8, offset), color=color, va="center",
+                      textcoords="offset points", annotation_clip=False)  # fmt: skip
+
+    sides = (("no FSDP", REFERENCE_COLOR, "reference", 5), ("FSDP", FSDP_COLOR, "fsdp", 1.6))
+    for name, color, side, width in sides:
+        losses = [getattr(gap, side) for gap in gaps]
+        top.plot(steps, losses, ".-", color=color, linewidth=width, alpha=0.5 if width > 2 else 1)
+        label(top, name, losses[-1], color=color, offset=22 if width > 2 else 6)
+    top.set_title(headline(comparison), loc="left", fontsize=13)
+    top.set_ylabel("Loss")
+    # A log axis has no zero: such differences stand on the bottom edge; infinite ones at the top.
+    seen = np.concatenate([differences[(differences > 0) & np.isfinite(differences)], floors])
+    low, high = seen.min() / 4, max(seen.max(), FACTOR * floors.max()) * 4
+    zero, heights = differences == 0, np.clip(differences, low, high)
+    bottom.fill_between(steps, low, floors, color=REFERENCE_COLOR, alpha=0.2, linewidth=0)
+    bottom.plot(steps, FACTOR * floors, "--", color=REFERENCE_COLOR, linewidth=1.2)
+    label(bottom, f"{FACTOR:g} × floor:\nthe limit", FACTOR * floors[-1], color=REFERENCE_COLOR)
+    label(
+        bottom,
+        "floor:\n" + comparison.floor_name.replace(" re", "\nre"),
+        floors[-1],
+        color=REFERENCE_COLOR,
+        offset=-22,
+    )
+    bottom.vlines(steps, low, heights, color=MARK_COLOR, linewidth=0.8)
+    for marks, fill in ((zero, "white"), (~zero, MARK_COLOR)):
+        bottom.plot(steps[marks], heights[marks], "o", markersize=5, color=MARK_COLOR,
+                    markerfacecolor=fill, clip_on=False)  # fmt: skip
+    ends = f" (○ no difference: {zero.sum()} of {len(steps)} steps)" if zero.any() else ""
+    bottom.set(yscale="log", ylim=(low, high), xlabel=f"Step{ends}", ylabel="|Loss difference|")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def headline(comparison: Comparison) -> str:
+    """What the figure shows, in a sentence."""
+    gap = largest(comparison.losses)
+    finding = f"Largest loss difference {gap.difference:.2g} at {gap.where}: "
+    if comparison.verdict == "cannot tell":
+        return finding + f"cannot tell\n({comparison.reason})"
+    inside = worst(comparison.losses).ratio <= FACTOR
+    finding += f"{'inside' if inside else 'outside'} the {comparison.floor_name}"
+    return finding + ("\n(but the runs are not equal: see the grad norm and the final weights)"
+                      if inside and comparison.verdict == "not equal" else "")  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        status = main(parse_flags(AblationConfig))
+    except ValueError as error:
+        refuse(error)
+    sys.exit(status)
