@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from analysis import facts, load_runs, mean_metrics
 from cli import parse_flags, refuse
 from model_config import ScalingStrategy, build_config, count_params
+from run_log import RunLog
 
 MODEL_VOCAB_SIZE = 131_072  # of the default tokenizer
 MODEL_SIZES: tuple[tuple[ScalingStrategy, int], ...] = (
@@ -53,8 +55,58 @@ def model_sizes(published: Path) -> str:
     return markdown_table(["strategy", "factor", "dim", "layers", "heads", "parameters"], rows)
 
 
+def core_runs(published: Path) -> str:
+    """A row per run in ``h200/core``; nothing while there is no log.
+
+    Raises ValueError for a log there that cannot be used: evidence must not vanish silently.
+    """
+    runs, unusable = load_runs(published / "h200" / "core")
+    if unusable:
+        path, reason = unusable[0]
+        raise ValueError(f"the published log {path} cannot be used: {reason}")
+    if not runs:
+        return ""
+    header = (
+        "run | model | parameters | batch × length | dtype | steps | loss, first → last"
+        " | tokens/s per GPU | MFU (%) | peak GiB | log"
+    )
+    runs = sorted(runs, key=lambda run: (facts(run).num_parameters, facts(run).fsdp, run.path))
+    table = markdown_table(header.split(" | "), [_core_row(run, published) for run in runs])
+    devices = sorted({f"{facts(run).device}, torch {facts(run).torch_version}" for run in runs})
+    return (
+        "### What the training scripts do on one GPU\n\n"
+        f"{'; '.join(devices)}. Tokens/s are the median over the logged steps after the warm-up;"
+        " MFU comes from their mean; memory is what the allocator had allocated at its peak.\n\n"
+        + table
+    )
+
+
+def _core_row(run: RunLog, published: Path) -> list[str]:
+    what, how = facts(run), mean_metrics(run)
+    ranks = f"FSDP, {what.gpus} rank{'s' * (what.gpus > 1)}" if what.fsdp else "no FSDP"
+    losses = f"{run.steps[0].loss:.4f} → {run.steps[-1].loss:.4f}" if run.steps else "n/a"
+    name = run.path.relative_to(published)
+    return [
+        ranks if what.status == "completed" else f"{ranks}: {what.status.replace('_', ' ')}",
+        f"`{what.strategy}` {what.factor}",
+        f"{what.num_parameters:,}",
+        f"{what.batch_size} × {what.sequence_length}",
+        str(what.model_dtype),
+        str(run.steps[-1].step if run.steps else 0),
+        losses,
+        _number(how.tokens_per_s_median, ",.0f"),
+        _number(how.mfu_pct, ".2f"),
+        _number(how.peak_gib, ".2f"),
+        f"[{name.name}](logs/published/{name.as_posix()})",
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
+
+
 # Block of README -> what writes it, given the folder of published logs.
-BLOCKS: dict[str, Callable[[Path], str]] = {"model-sizes": model_sizes}
+BLOCKS: dict[str, Callable[[Path], str]] = {"core-runs": core_runs, "model-sizes": model_sizes}
 
 
 def render(text: str, published: Path) -> tuple[str, list[str]]:
