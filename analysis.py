@@ -87,9 +87,8 @@ _PROVENANCE = ("fsdp_source", "peak_source", "commit", "log")
 # Runs that differ in one of these are never pooled.
 CONFIGURATION = tuple(name for name in _FACTS if name not in _PROVENANCE)
 _ORDER = ["strategy", "fsdp", "gpus", "num_parameters", "log"]
-# Flags that are facts under the same name.
-_SAME_FLAGS = ("batch_size", "grad_accumulation_steps", "sequence_length", "model_dtype")
-_SAME_FLAGS += ("activation_checkpointing",)
+_SAME_FLAGS = ("batch_size", "grad_accumulation_steps", "sequence_length", "model_dtype",
+               "activation_checkpointing")  # fmt: skip
 
 
 def facts(run: RunLog) -> RunFacts:
@@ -98,36 +97,32 @@ def facts(run: RunLog) -> RunFacts:
     if record.get("script") not in TRAINING_SCRIPTS:
         raise ValueError(f"it is a log of {record.get('script')}, which does not train")
     try:
-        return _facts(run, record)
+        flags, dtype, commit = record["config"], record["compute_dtype"], record["commit"]
+        shape = TransformerConfig(**record["model"])
+        peak, peak_source = _peak(run, record)
+        own = _NO_COST.union(_FACTS, ("scaling_strategy", "scaling_factor", "compile"))
+        return RunFacts(
+            **{name: record[name] for name in ("fsdp", "replicas", "global_batch", "device")},
+            **{name: flags[name] for name in _SAME_FLAGS},
+            strategy=flags["scaling_strategy"],
+            factor=flags["scaling_factor"],
+            num_parameters=count_params(shape),
+            fsdp_source=record.get("fsdp_source", "log"),
+            gpus=record["world_size"],
+            nodes=record["num_nodes"],
+            compute_dtype=_DTYPES.get(dtype, dtype),
+            compiled=flags["compile"],
+            other_flags=json.dumps({k: v for k, v in sorted(flags.items()) if k not in own}),
+            peak_tflops=peak,
+            peak_source=peak_source,
+            flops_per_token=flops_per_token(shape, flags["sequence_length"]),
+            torch_version=record["versions"]["torch"],
+            commit=commit and commit + "+" * bool(record["dirty"]),
+            status=run.status,
+            log=run.path.as_posix(),
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(f"its Run: record lacks a field, or has a strange one: {error}") from None
-
-
-def _facts(run: RunLog, record: dict[str, Any]) -> RunFacts:
-    flags = record["config"]
-    shape = TransformerConfig(**record["model"])
-    peak, peak_source = _peak(run, record)
-    own = _NO_COST.union(_FACTS, ("scaling_strategy", "scaling_factor", "compile"))
-    return RunFacts(
-        **{name: record[name] for name in ("fsdp", "replicas", "global_batch", "device")},
-        **{name: flags[name] for name in _SAME_FLAGS},
-        strategy=flags["scaling_strategy"],
-        factor=flags["scaling_factor"],
-        num_parameters=count_params(shape),
-        fsdp_source=record.get("fsdp_source", "log"),
-        gpus=record["world_size"],
-        nodes=record["num_nodes"],
-        compute_dtype=_DTYPES.get(record["compute_dtype"], record["compute_dtype"]),
-        compiled=flags["compile"],
-        other_flags=json.dumps({k: v for k, v in sorted(flags.items()) if k not in own}),
-        peak_tflops=peak,
-        peak_source=peak_source,
-        flops_per_token=flops_per_token(shape, flags["sequence_length"]),
-        torch_version=record["versions"]["torch"],
-        commit=record["commit"] and record["commit"] + "+" * record["dirty"],
-        status=run.status,
-        log=run.path.as_posix(),
-    )
 
 
 def _record(run: RunLog) -> dict[str, Any]:
@@ -149,31 +144,18 @@ def _record(run: RunLog) -> dict[str, Any]:
         fsdp = "no_fsdp" not in source
     gpus = words.world_size or 1
     config = {
-        "scaling_strategy": words.strategy,
-        "scaling_factor": words.factor,
-        "sequence_length": words.sequence_length,
-        "batch_size": words.batch_size,
-        "grad_accumulation_steps": 1,
-        "model_dtype": words.model_dtype,
-        "compile": words.compiled,
-        "activation_checkpointing": None,
-    }
+        "scaling_strategy": words.strategy, "scaling_factor": words.factor,
+        "sequence_length": words.sequence_length, "model_dtype": words.model_dtype,
+        "batch_size": words.batch_size, "grad_accumulation_steps": 1,
+        "activation_checkpointing": None, "compile": words.compiled,
+    }  # fmt: skip
     shape = build_config(words.strategy, words.factor, words.vocab_size)  # pyright: ignore
     return {
-        "script": "train_fsdp.py" if fsdp else "train.py",
-        "config": config,
-        "model": asdict(shape),
-        "fsdp": fsdp,
-        "fsdp_source": source,
-        "world_size": gpus,
-        "num_nodes": words.num_nodes if fsdp else 1,
-        "replicas": 1,
-        "global_batch": gpus * (words.batch_size or 0),
-        "device": words.device,
-        "compute_dtype": None,
-        "versions": {"torch": None},
-        "commit": None,
-    }
+        "script": "train_fsdp.py" if fsdp else "train.py", "config": config, "model": asdict(shape),
+        "fsdp": fsdp, "fsdp_source": source, "world_size": gpus, "replicas": 1,
+        "num_nodes": words.num_nodes if fsdp else 1, "global_batch": gpus * config["batch_size"],
+        "device": words.device, "compute_dtype": None, "versions": {"torch": None}, "commit": None,
+    }  # fmt: skip
 
 
 def _peak(run: RunLog, record: dict[str, Any]) -> tuple[float | None, str]:
@@ -207,35 +189,26 @@ def mean_metrics(run: RunLog, *, skip_steps: int | None = None) -> Metrics:
         # Rounded, lest the last bit of a sum decides the last digit that is printed.
         return round(statistics.fmean(found), 6) if (found := values(name)) else None
 
-    speed = mean("tokens_per_s")
-    quarters = np.percentile(values("tokens_per_s"), (25, 50, 75)).tolist() if steps else [None] * 3
-    flops, peak = _cost(run)
+    speed, speeds = mean("tokens_per_s"), values("tokens_per_s")
+    p25, median, p75 = np.percentile(speeds, (25, 50, 75)).tolist() if speeds else (None,) * 3
+    try:
+        what = facts(run)
+        flops, peak = what.flops_per_token, what.peak_tflops
+    except ValueError:
+        flops, peak = None, None
     tflops = speed * flops / 1e12 if speed is not None and flops else None
     return Metrics(
         num_steps=len(steps),
-        first_step=steps[0].step if steps else None,
-        last_step=steps[-1].step if steps else None,
-        tokens_per_s=speed,
-        tokens_per_s_p25=quarters[0],
-        tokens_per_s_median=quarters[1],
-        tokens_per_s_p75=quarters[2],
+        first_step=min((step.step for step in steps), default=None),
+        last_step=max((step.step for step in steps), default=None),
+        tokens_per_s=speed, tokens_per_s_median=median,
+        tokens_per_s_p25=p25, tokens_per_s_p75=p75,
         training_tokens_pct=mean("training_tokens_pct"),
-        mfu_pct=100 * tflops / peak if tflops is not None and peak else None,
-        tflops=tflops,
-        mfu_pct_as_logged=mean("mfu_pct"),
-        tflops_as_logged=mean("tflops"),
+        mfu_pct=100 * tflops / peak if tflops is not None and peak else None, tflops=tflops,
+        mfu_pct_as_logged=mean("mfu_pct"), tflops_as_logged=mean("tflops"),
         peak_gib=_peak_memory(run, "peak_gib"),
         peak_reserved_gib=_peak_memory(run, "peak_reserved_gib"),
-    )
-
-
-def _cost(run: RunLog) -> tuple[int | None, float | None]:
-    """(FLOPs per token, peak TFLOP/s); None for a log that does not name its model or device."""
-    try:
-        what = facts(run)
-    except ValueError:
-        return None, None
-    return what.flops_per_token, what.peak_tflops
+    )  # fmt: skip
 
 
 def _peak_memory(run: RunLog, name: str) -> float | None:
