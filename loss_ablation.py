@@ -17,7 +17,7 @@ import tyro
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from analysis import mean_metrics
+from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, mean_metrics
 from cli import parse_flags, refuse
 from parity import (
     FACTOR,
@@ -32,8 +32,6 @@ from parity import (
 )
 from run_log import RunLog, read_run
 
-WARM_UP_STEPS = 10
-LEGACY_WARM_UP_STEPS = 1  # the older logs' published means leave out step 1 only
 MFU_TOLERANCE = 0.02
 METRICS = {
     "tokens_per_sec": "tokens_per_s",
@@ -121,7 +119,7 @@ def describe_metrics(fsdp: Runs, references: Runs, comparison: Comparison) -> It
     yield "=== Mean Metrics ==="
     tables = {"all logged steps": {step.step for run in (*fsdp, *references) for step in run.steps}}
     legacy = any(run.run is None for run in (*fsdp, *references))
-    warm_up = LEGACY_WARM_UP_STEPS if legacy else WARM_UP_STEPS
+    warm_up = SKIP_STEPS_LEGACY if legacy else SKIP_STEPS
     if common := {gap.step for gap in comparison.losses if gap.step > warm_up}:
         tables[f"{len(common)} common steps, {min(common)} to {max(common)}"] = common
     for title, steps in tables.items():
@@ -187,7 +185,8 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     for name, color, side, width in sides:
         losses = [getattr(gap, side) for gap in gaps]
         top.plot(steps, losses, ".-", color=color, linewidth=width, alpha=0.5 if width > 2 else 1)
-        label(top, name, losses[-1], color=color, offset=22 if width > 2 else 6)
+        last = next((loss for loss in reversed(losses) if np.isfinite(loss)), 0.0)
+        label(top, name, last, color=color, offset=22 if width > 2 else 6)
     top.set_title(headline(comparison), loc="left", fontsize=13)
     top.set_ylabel("Loss")
     # A log axis has no zero: such differences stand on the bottom edge; infinite ones at the top.
@@ -197,17 +196,12 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     bottom.fill_between(steps, low, floors, color=REFERENCE_COLOR, alpha=0.2, linewidth=0)
     bottom.plot(steps, FACTOR * floors, "--", color=REFERENCE_COLOR, linewidth=1.2)
     label(bottom, f"{FACTOR:g} × floor:\nthe limit", FACTOR * floors[-1], color=REFERENCE_COLOR)
-    label(
-        bottom,
-        "floor:\n" + comparison.floor_name.replace(" re", "\nre"),
-        floors[-1],
-        color=REFERENCE_COLOR,
-        offset=-22,
-    )
+    name = "floor:\n" + comparison.floor_name.replace(" re", "\nre")
+    label(bottom, name, floors[-1], color=REFERENCE_COLOR, offset=-22)
     bottom.vlines(steps, low, heights, color=MARK_COLOR, linewidth=0.8)
-    for marks, fill in ((zero, "white"), (~zero, MARK_COLOR)):
-        bottom.plot(steps[marks], heights[marks], "o", markersize=5, color=MARK_COLOR,
-                    markerfacecolor=fill, clip_on=False)  # fmt: skip
+    outside = differences > FACTOR * floors
+    colors = np.where(zero, "white", np.where(outside, FSDP_COLOR, MARK_COLOR))
+    bottom.scatter(steps, heights, 25, colors, edgecolors=MARK_COLOR, clip_on=False, zorder=3)
     ends = f" (○ no difference: {zero.sum()} of {len(steps)} steps)" if zero.any() else ""
     bottom.set(yscale="log", ylim=(low, high), xlabel=f"Step{ends}", ylabel="|Loss difference|")
     path.parent.mkdir(parents=True, exist_ok=True)

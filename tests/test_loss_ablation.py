@@ -365,19 +365,19 @@ def test_what_cannot_be_compared_is_not_called_equal(
     assert (comparison.verdict, comparison.exit_status) == ("cannot tell", 4)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("bad", "step"), [(math.nan, 7), (math.inf, 7), (math.nan, STEPS)])
 def test_a_loss_that_is_no_number_is_not_equal(
-    bad: float, tmp_path: Path, references: list[Path], capfd: pytest.CaptureFixture[str]
+    bad: float, step: int, tmp_path: Path, references: list[Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = fsdp_run()
-    run.losses[7] = bad
+    run.losses[step] = bad
     path = run.write(tmp_path / "f.out")
     status = main(AblationConfig(((path,),), (tuple(references),), tmp_path / "plots"))
     last_line = capfd.readouterr().out.splitlines()[-1]
     assert status == 1
-    assert f"{bad} at step 7" in last_line
+    assert f"{bad} at step {step}" in last_line
     comparison = judge([path], references)
-    assert largest(comparison.losses).step == 7
+    assert largest(comparison.losses).step == step
 
 
 def test_a_log_given_twice_is_no_second_reference(tmp_path: Path, references: list[Path]) -> None:
