@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 KNOWN_KINDS = ("Run", "Probe", "Breakdown", "End")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a table of runs holds millions
 class StepRecord:
     """One ``Step:`` line. Tokens per second and TFLOPs are per GPU; None is printed as n/a."""
 
