@@ -146,7 +146,8 @@ class Precision:
     - Loss: a mean over N tokens, summed in fp32. With bf16 activations each token's loss errs by
       about 2⁻⁸ relative, independently of the others, and so the mean by √N less. It is not 2⁻⁸ of
       the loss, behind which real faults would hide.
-    - Grad norm: an fp32 sum over all weights of gradients that are rounded to the dtype.
+    - Grad norm: an fp32 sum over all n weights of gradients that are themselves long sums, and
+      rounded to the dtype: the bound ε·log2(n), not its usual size.
     - Final weights: √ε. AdamW's first steps are sign(gradient) × rate (Kingma and Ba 2015, section
       2.1). Rounding turns the sign where |gradient| is less than about ε of its usual size: a share
       ε of the weights, whose steps then differ in full. 3.5e-4 in fp32, 0.06 in bf16.
@@ -175,7 +176,7 @@ class Precision:
 
     def grad_norm(self, norm: float, step: int) -> float:
         """Relative."""
-        summed = EPSILON["float32"] * math.sqrt(math.log2(self.num_weights))
+        summed = EPSILON["float32"] * math.log2(self.num_weights)
         single = max(10.0**-self.decimals / (norm or 1.0), summed, self.coarse)
         return single if self.measured or step == 1 else max(single, self.weights)
 
