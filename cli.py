@@ -50,4 +50,6 @@ def _first_paragraph(box: str) -> str:
             break
         lines.append(text)
     message = " ".join(lines)
-    return message.split(": ", 1)[1] if message.startswith("Error parsing ") else message
+    # Of a flag, tyro's words name it; of a check in __post_init__ they name only our class.
+    is_check = message.startswith("Error parsing ") and not message.startswith("Error parsing --")
+    return message.split(": ", 1)[1] if is_check else message

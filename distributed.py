@@ -343,5 +343,6 @@ def describe_failure(error: BaseException, phase: str, rank: int) -> Failure:
             "a smaller --scaling-factor, or more GPUs"
         )
         return Failure("out_of_memory", f"{text[:300]}; {remedy}", phase, rank)
-    traceback.print_exception(error)
+    if not isinstance(error, FloatingPointError):  # ours: the reason says it all
+        traceback.print_exception(error)
     return Failure("failed", f"{type(error).__name__}: {text[:300]}", phase, rank)

@@ -6,6 +6,7 @@ gradient is known up to one scalar, which the backward multiplies in.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,14 +62,19 @@ class _ProjectionLoss(torch.autograd.Function):
                 grad_weight = share.float() if grad_weight is None else grad_weight.add_(share)
         ctx.save_for_backward(grad_x_ND, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
+        ctx.scaled = _scaled if loss_of is softmax_loss else _compiled(_scaled)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_x_ND, grad_weight = ctx.saved_tensors
         [scale] = grads
-        # In place: these live only for this call, and the second is as large as the weight.
-        return grad_x_ND.mul_(scale), grad_weight.mul_(scale).to(ctx.weight_dtype), None, None, None
+        grad_weight = ctx.scaled(grad_weight, scale, ctx.weight_dtype)
+        return grad_x_ND.mul_(scale), grad_weight, None, None, None
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (gradient * scale).to(dtype)
 
 
 def projection_loss(
@@ -79,7 +85,7 @@ def projection_loss(
     Equal to ``F.cross_entropy((x @ weight.T).float(), labels, reduction="sum")``; peak memory is
     one chunk of logits and their gradient, and once the gradients of both inputs.
     """
-    loss_of = _compiled_softmax_loss() if compiled else softmax_loss
+    loss_of = _compiled(softmax_loss) if compiled else softmax_loss
     chunk = CHUNK_COMPILED if compiled else CHUNK_EAGER
     loss = _ProjectionLoss.apply(
         x_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk, loss_of
@@ -88,11 +94,7 @@ def projection_loss(
     return loss
 
 
-_compiled: list[LossAndGradient] = []
-
-
-def _compiled_softmax_loss() -> LossAndGradient:
-    """One compiled function for the whole process: it has one shape per run."""
-    if not _compiled:
-        _compiled.append(torch.compile(softmax_loss, fullgraph=True, dynamic=False))
-    return _compiled[0]
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled once for the whole process: it has one shape per run."""
+    return torch.compile(function, fullgraph=True, dynamic=False)

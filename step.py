@@ -51,11 +51,26 @@ def train_step(
     set_phase("optimizer")
     gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     grad_norm = world.grad_norm(gradients)
-    factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-    optimizer.step()
+    clipped_update(optimizer, gradients, (grad_norm + 1e-6) / max_norm)
     optimizer.zero_grad(set_to_none=True)
     return local_loss_sum, grad_norm
+
+
+def clipped_update(
+    optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], divisor: Tensor
+) -> None:
+    """Divide the gradients by ``divisor`` where it exceeds 1, and take the optimizer's step.
+
+    Fused optimizers divide by their attribute ``grad_scale`` as they read a gradient (it is how
+    torch.amp.GradScaler reaches them): clipping then costs no pass of its own over the gradients,
+    and happens in fp32.
+    """
+    divisor = divisor.clamp(min=1.0).to(gradients[0].device)
+    if optimizer.defaults.get("fused"):
+        optimizer.grad_scale = divisor  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        torch._foreach_div_(list(gradients), divisor)
+    optimizer.step()
 
 
 class Step(Protocol):

@@ -1,0 +1,240 @@
+"""The real entry points through the real launcher: what they log, refuse, and do when hurt."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from run_log import RunLog, read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMON = (
+    "--tokenizer-name-or-path tests/data/tokenizer.json --sequence-length 32 --training-steps 6 "
+    "--model-dtype fp32 --learning-rate 1e-3 --lr-warmup-steps 3 --logging-frequency 2"
+).split()
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"still running after {timeout_s} s\n{out[-2000:]}\n{err[-2000:]}")
+    return process.returncode, out, err
+
+
+def run(*command: str, timeout_s: float = 100) -> tuple[int, str, str]:
+    return finish(start(list(command)), timeout_s)
+
+
+def log_of(text: str, tmp_path: Path) -> RunLog:
+    path = tmp_path / "job.out"
+    path.write_text(text)
+    return read_run(path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, RunLog]]:
+    """One run each of train.py, train_fsdp.py on two ranks, and train_fsdp.py without torchrun."""
+    folder = tmp_path_factory.mktemp("runs")
+    commands = {
+        "train": [sys.executable, "train.py", *COMMON, "--batch-size", "4"],
+        "ranks": [*TORCHRUN, "2", "train_fsdp.py", *COMMON, "--batch-size", "2"],
+        "alone": [
+            sys.executable,
+            "train_fsdp.py",
+            *COMMON,
+            *"--batch-size 2 --grad-accumulation-steps 2".split(),
+        ],
+    }
+    logs = {}
+    for name, command in commands.items():
+        path = folder / "new folder" / f"{name}.out"
+        code, out, err = run(*command, "--log-file", str(path))
+        assert code == 0, err[-3000:]
+        logs[name] = (out, read_run(path))
+    return logs
+
+
+def test_losses_of_all_scripts_agree(runs: Any) -> None:
+    reference = runs["train"][1].steps
+    assert [step.step for step in reference] == [1, 2, 4, 6]
+    assert reference[-1].loss < reference[0].loss - 0.2
+    for name in ("ranks", "alone"):
+        for ours, theirs in zip(runs[name][1].steps, reference, strict=True):
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+            assert ours.training_tokens_pct == theirs.training_tokens_pct > 99
+
+
+def test_log_file_is_the_standard_output(runs: Any) -> None:
+    for out, log in runs.values():
+        assert out == log.path.read_text()
+        assert out.splitlines()[0].startswith("Run: {")
+        assert out.splitlines()[-1].startswith('End: {"status": "completed"')
+
+
+def test_tflops_per_token_do_not_depend_on_sharding(runs: Any) -> None:
+    flops = runs["train"][1].run["flops_per_token"]
+    for _, log in runs.values():
+        for step in log.steps:  # both are printed with two decimals
+            assert abs(step.tflops - step.tokens_per_s * flops / 1e12) < 0.00501
+    assert {log.run["flops_per_token"] for _, log in runs.values()} == {flops}
+    assert {log.run["num_parameters"] for _, log in runs.values()} == {8_655_104}
+
+
+def test_records_say_what_ran(runs: Any) -> None:
+    record = runs["ranks"][1].run
+    assert record["script"] == "train_fsdp.py" and record["fsdp"] and record["world_size"] == 2
+    assert record["global_batch"] == 4 and record["tokens_per_step"] == 128
+    assert runs["train"][1].run["data"] == record["data"]
+    assert str(ROOT) not in runs["ranks"][0]
+    end = runs["ranks"][1].end
+    assert end["steps_done"] == 6 and end["peak_gib"] > 0
+    assert end["digest"]["moved_share"] > 0.9
+    assert end["digest"]["parameters"].keys() == runs["train"][1].end["digest"]["parameters"].keys()
+
+
+def test_mfu_only_where_the_peak_is_known(runs: Any, tmp_path: Path) -> None:
+    assert runs["train"][1].steps[0].mfu_pct is None
+    command = [sys.executable, "train.py", *COMMON, "--training-steps", "1"]
+    code, out, _ = run(*command, "--peak-tflops", "0.001", "--no-digest")
+    [step] = log_of(out, tmp_path).steps
+    assert code == 0 and step.mfu_pct is not None and step.mfu_pct > 0
+
+
+BAD_INPUT = {
+    "--dataset /nowhere.parquet": "nowhere",
+    "--dataset tests/data/tokenizer.json": "parquet",
+    "--tokenizer-name-or-path /nowhere/tokenizer.json": "tokenizer",
+    "--sequence-length 0": "--sequence-length must be at least 1",
+    "--batch-size 0": "--batch-size must be at least 1",
+    "--batch-size 5000": "fewer than the 5000 rows",
+    "--scaling-factor 0": "--scaling-factor must be at least 1",
+    "--scaling-strategy depth": "--scaling-strategy",
+    "--model-dtype fp16": "--model-dtype",
+    "--model-dtype fp64": "--model-dtype",
+    "--learning-rate nan": "--learning-rate must be greater than 0",
+    "--no-such-flag": "--no-such-flag",
+    "--training-steps many": "--training-steps",
+}
+
+
+def test_bad_input_ends_with_one_line(tmp_path: Path) -> None:
+    """All at once: each is a start of its own, but they can share the cores."""
+    log_file = tmp_path / "never.out"
+    for flags in BAD_INPUT:
+        command = [sys.executable, "train.py", *COMMON, *flags.split(), "--log-file", str(log_file)]
+        code, out, err = run(*command)
+        assert code == 2, (flags, err)
+        assert out == "" and len(err.splitlines()) == 1, (flags, out, err)
+        assert BAD_INPUT[flags] in err, (flags, err)
+        assert "Traceback" not in err
+    assert not log_file.exists()
+
+
+def test_bad_input_on_ranks_is_said_once() -> None:
+    code, out, err = run(*TORCHRUN, "2", "train_fsdp.py", *COMMON, "--replicas", "3")
+    assert code == 1 and out == ""
+    assert err.count("--replicas must divide the number of ranks (2), not 3") == 1
+    code, out, err = run(*TORCHRUN, "2", "train.py", *COMMON)
+    assert code == 1 and err.count("use train_fsdp.py for several") == 1
+
+
+def test_dry_run_prints_the_plan_and_stops() -> None:
+    code, out, _ = run(sys.executable, "train.py", *COMMON, "--dry-run")
+    assert code == 0 and "8,655,104" in out and "Step:" not in out
+
+
+def test_steps_without_a_training_token(tmp_path: Path) -> None:
+    """Every document is null but one: loss 0 where nothing counts, and no weight moves then."""
+    path = tmp_path / "thin.parquet"
+    pq.write_table(pa.table({"text": pa.array([None, "a few words of text"])}), path)
+    command = [sys.executable, "train.py", *COMMON, "--dataset", str(path), "--no-packing"]
+    code, out, err = run(*command, "--logging-frequency", "1", "--num-workers", "0")
+    log = log_of(out, tmp_path)
+    assert code == 0, err
+    empty = [step for step in log.steps if step.training_tokens_pct == 0]
+    full = [step for step in log.steps if step.training_tokens_pct > 0]
+    assert len(empty) == len(full) == 3
+    assert all(step.loss == 0 and step.grad_norm == 0 for step in empty)
+    assert full[-1].loss < full[0].loss
+    assert [step.learning_rate for step in log.steps][:3] == pytest.approx(
+        [1e-3 / 3, 2e-3 / 3, 1e-3], rel=1e-4
+    )
+
+
+def hurt(fault: str, *flags: str, script: str = "train_fsdp.py", ranks: int = 2) -> list[str]:
+    launch = [*TORCHRUN, str(ranks)] if script == "train_fsdp.py" else [sys.executable]
+    return [*launch, "tests/faulty_train.py", fault, script, *COMMON, *flags]
+
+
+def test_out_of_memory_on_one_rank_ends_the_job(tmp_path: Path) -> None:
+    started = time.monotonic()
+    code, out, err = run(*hurt("out_of_memory"))
+    log = log_of(out, tmp_path)
+    assert code == 1 and time.monotonic() - started < 40  # torchrun's status, not ours
+    assert log.end is not None and log.end["status"] == "out_of_memory"
+    assert log.end["phase"] == "forward" and "(rank 1)" in log.end["reason"]
+    assert "--activation-checkpointing full" in log.end["reason"]
+    assert log.end["steps_done"] == 2 and "OutOfMemoryError" not in err
+    code, out, _ = run(*hurt("out_of_memory", script="train.py"))
+    assert code == 3
+    log = log_of(out, tmp_path)
+    assert log.end is not None and log.end["status"] == "out_of_memory"
+
+
+def test_exception_or_death_of_one_rank_ends_the_job(tmp_path: Path) -> None:
+    for fault, word in (("exception", "planted exception"), ("kill", "")):
+        code, out, _ = run(*hurt(fault), timeout_s=60)
+        log = log_of(out, tmp_path)
+        assert code == 1, fault
+        assert log.status in (("failed",) if word else ("failed", "killed")), out[-500:]
+        if word:
+            assert log.end is not None and word in log.end["reason"]
+
+
+def test_stopped_rank_ends_the_job_after_the_timeout(tmp_path: Path) -> None:
+    code, out, _ = run(*hurt("stop", "--collective-timeout-s", "5"), timeout_s=75)
+    log = log_of(out, tmp_path)
+    assert code == 1 and log.end is not None
+    assert log.end["status"] == "failed" and "no progress for" in log.end["reason"]
+
+
+def test_signals_end_at_a_step_boundary(tmp_path: Path) -> None:
+    """One rank is asked to stop, twice over: all ranks agree on the step."""
+    code, out, _ = run(*hurt("sigterm", "--training-steps", "500"))
+    log = log_of(out, tmp_path)
+    assert log.end is not None and log.end["status"] == "preempted", out[-500:]
+    assert log.end["steps_done"] == 3 and code == 1
+    code, out, _ = run(*hurt("sigterm", "--training-steps", "500", script="train.py"))
+    assert code == 143 and log_of(out, tmp_path).status == "preempted"
+
+
+def test_loss_that_is_not_finite_fails_the_job(tmp_path: Path) -> None:
+    code, out, err = run(*hurt("nan", script="train.py"))
+    log = log_of(out, tmp_path)
+    assert code == 1 and log.end is not None and log.end["status"] == "failed"
+    assert "loss of step 4 is not finite" in log.end["reason"] and "Traceback" not in err
+    code, out, _ = run(*hurt("nan", "--no-fail-on-nonfinite", script="train.py"))
+    assert code == 0 and log_of(out, tmp_path).status == "completed"
