@@ -1,0 +1,182 @@
+"""Is FSDP training correct in every way of running it? The reference runs, the FSDP runs, one table.
+
+    python benchmarks/parity_series.py cpu      # 2 and 4 ranks, a small vocabulary: minutes
+    python benchmarks/parity_series.py one-gpu  # one rank, the real models
+
+Each run is the real script through the real launcher, with a log of its own in ``--logs-dir``. Runs
+whose log is complete are not repeated, so an interrupted series goes on. Then every FSDP
+configuration is judged against the references as loss_ablation.py does; the exit status is 1 when
+one of them is not equal.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from cli import parse_flags  # noqa: E402
+from parity import TABLE_HEAD, compare, format_row  # noqa: E402
+from run_log import read_run  # noqa: E402
+
+# Micro-batches × rows of the references: they differ in the order of the sums alone.
+REFERENCES = ((8, 1), (4, 2), (2, 4))
+GLOBAL_BATCH = 8
+
+
+@dataclass(frozen=True)
+class SeriesConfig:
+    """Flags of this script."""
+
+    where: Literal["cpu", "one-gpu"]
+    """Which series: small models on the CPU, or the real ones on one GPU."""
+    logs_dir: Path | None = None
+    """Folder of the logs (default: logs/parity/WHERE)."""
+    max_minutes: float = 60.0
+    """Start no run after this time."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that must be equal: the flags they share, and how FSDP runs them."""
+
+    name: str
+    flags: str
+    fsdp: dict[str, tuple[int, str]]  # name -> ranks, flags
+
+
+CPU_FLAGS = (
+    "--tokenizer-name-or-path tests/data/tokenizer.json --sequence-length 64 --training-steps 30 "
+    "--learning-rate 3e-4 --lr-warmup-steps 10 --logging-frequency 1 --num-workers 0"
+)
+GPU_FLAGS = "--training-steps 30 --logging-frequency 1 --activation-checkpointing full"
+ONE_RANK = {"1 rank": (1, "--batch-size 1 --grad-accumulation-steps 8")}
+SERIES = {
+    "cpu": (
+        Group(
+            "fp32",
+            f"{CPU_FLAGS} --model-dtype fp32",
+            {
+                "2 ranks": (2, "--batch-size 4"),
+                "4 ranks": (4, "--batch-size 2"),
+                "2 ranks, accumulation 2": (2, "--batch-size 2 --grad-accumulation-steps 2"),
+                "4 ranks, replicas 2": (4, "--batch-size 2 --replicas 2"),
+                "2 ranks, CPU offload": (2, "--batch-size 4 --cpu-offload"),
+                "2 ranks, no reshard": (2, "--batch-size 4 --no-reshard-after-forward"),
+                "2 ranks, checkpointing": (2, "--batch-size 4 --activation-checkpointing full"),
+            },
+        ),
+        Group(
+            "fp32 ragged",
+            f"{CPU_FLAGS} --model-dtype fp32 --no-packing",
+            {"2 ranks": (2, "--batch-size 4"), "4 ranks": (4, "--batch-size 2")},
+        ),
+        Group(
+            "bf16",
+            f"{CPU_FLAGS} --model-dtype bf16 --compute-dtype bf16",
+            {
+                "2 ranks": (2, "--batch-size 4"),
+                "4 ranks, replicas 2": (4, "--batch-size 2 --replicas 2"),
+            },
+        ),
+    ),
+    "one-gpu": (
+        Group(
+            "all 8 bf16",
+            f"{GPU_FLAGS} --scaling-factor 8 --sequence-length 1024 --learning-rate 2e-4",
+            ONE_RANK,
+        ),
+        Group(
+            "all 8 fp32",
+            f"{GPU_FLAGS} --scaling-factor 8 --sequence-length 256 --learning-rate 2e-4"
+            " --model-dtype fp32 --compute-dtype fp32",
+            ONE_RANK,
+        ),
+        Group(
+            "n_layers 1 bf16",
+            f"{GPU_FLAGS} --scaling-strategy n_layers --sequence-length 1024 --learning-rate 2e-4",
+            ONE_RANK,
+        ),
+    ),
+}
+
+
+def runs_of(group: Group) -> dict[str, list[str]]:
+    """Command of each run of a group, by the name of its log."""
+    flags = group.flags.split()
+    commands = {}
+    for micro_batches, rows in REFERENCES:
+        shape = ["--batch-size", str(rows), "--grad-accumulation-steps", str(micro_batches)]
+        name = f"reference {micro_batches}x{rows}"
+        commands[name] = [sys.executable, "train.py", *flags, *shape]
+    for name, (ranks, more) in group.fsdp.items():
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc-per-node", str(ranks), "train_fsdp.py"]
+        commands[f"fsdp {name}"] = [*launch, *flags, *more.split()]
+    return commands
+
+
+def log_path(folder: Path, group: Group, name: str) -> Path:
+    """Log of one run."""
+    return folder / f"{group.name} {name}.out".replace(",", "").replace(" ", "_")
+
+
+def run_if_missing(command: list[str], log: Path) -> None:
+    """Run a command unless its log says that it completed."""
+    if log.exists() and read_run(log).status == "completed":
+        return
+    log.unlink(missing_ok=True)
+    started = time.monotonic()
+    done = subprocess.run(
+        [*command, "--log-file", str(log)],
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    print(f"{log.name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+    if done.returncode:
+        sys.exit(f"{log.name} failed with status {done.returncode}")
+
+
+def table(folder: Path, groups: tuple[Group, ...]) -> tuple[str, bool]:
+    """Markdown table of all FSDP runs in a folder, and whether each of them is equal."""
+    lines, all_equal = [TABLE_HEAD], True
+    for group in groups:
+        logs = {name: log_path(folder, group, name) for name in runs_of(group)}
+        if not all(log.exists() for log in logs.values()):
+            all_equal = False
+            continue
+        runs = {name: read_run(log) for name, log in logs.items()}
+        references = [run for name, run in runs.items() if name.startswith("reference")]
+        for name, run in runs.items():
+            if name.startswith("fsdp"):
+                comparison = compare([run], references)
+                lines.append(format_row(f"{group.name}: {name.removeprefix('fsdp ')}", comparison))
+                all_equal &= comparison.verdict == "equal"
+    return "\n".join(lines), all_equal
+
+
+def main(config: SeriesConfig) -> int:
+    """Make the missing runs, print the table."""
+    groups = SERIES[config.where]
+    folder = config.logs_dir or REPOSITORY / "logs" / "parity" / config.where
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    for group in groups:
+        for name, command in runs_of(group).items():
+            if time.monotonic() - started > 60 * config.max_minutes:
+                print("out of time: run again to go on", file=sys.stderr)
+                break
+            run_if_missing(command, log_path(folder, group, name))
+    text, all_equal = table(folder, groups)
+    print(text)
+    return 0 if all_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse_flags(SeriesConfig)))
