@@ -1,7 +1,7 @@
 """Is FSDP training correct in every way of running it? The reference runs, the FSDP runs, one table.
 
-    python benchmarks/parity_series.py cpu      # 2 and 4 ranks, a small vocabulary: minutes
-    python benchmarks/parity_series.py one-gpu  # one rank, the real models
+    python benchmarks/parity_series.py                  # 2 and 4 ranks on the CPU: minutes
+    python benchmarks/parity_series.py --where one-gpu  # one rank, the real models
 
 Each run is the real script through the real launcher, with a log of its own in ``--logs-dir``. Runs
 whose log is complete are not repeated, so an interrupted series goes on. Then every FSDP
@@ -33,7 +33,7 @@ GLOBAL_BATCH = 8
 class SeriesConfig:
     """Flags of this script."""
 
-    where: Literal["cpu", "one-gpu"]
+    where: Literal["cpu", "one-gpu"] = "cpu"
     """Which series: small models on the CPU, or the real ones on one GPU."""
     logs_dir: Path | None = None
     """Folder of the logs (default: logs/parity/WHERE)."""
