@@ -92,13 +92,14 @@ class Job:
 def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str, Any]:
     """Fields of the ``Run:`` record: all that a reader needs to repeat or to compare the run."""
     settings = asdict(config)
-    for name in ("log_file", "profile_dir"):
-        settings[name] = None if settings[name] is None else relative_path(settings[name])
+    for name in ("log_file", "profile_dir", "dataset", "tokenizer_name_or_path"):
+        if settings[name] is not None and str(settings[name]).startswith("/"):
+            settings[name] = relative_path(settings[name])
     name = device_name(world.device)
     return {
         "schema": SCHEMA_VERSION,
         "script": os.path.basename(sys.argv[0]),
-        "argv": sys.argv[1:],
+        "argv": [relative_path(word) if word.startswith("/") else word for word in sys.argv[1:]],
         "config": settings,
         "fsdp": config.fsdp,
         **source_version(),

@@ -93,6 +93,6 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def relative_path(path: str | Path) -> str:
-    """Path as seen from the repository, so that logs name no machine's folders."""
-    here = Path(__file__).resolve().parent
-    return os.path.relpath(Path(path).resolve(), here)
+    """Path as seen from the repository, else its name alone: logs tell no machine's folders."""
+    here, full = Path(__file__).resolve().parent, Path(path).resolve()
+    return str(full.relative_to(here)) if full.is_relative_to(here) else full.name

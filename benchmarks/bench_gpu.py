@@ -9,6 +9,7 @@ bench.json and bench.md beside the logs.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -104,7 +105,13 @@ def run_shape(shape: Shape, log: Path) -> None:
     flags = f"--scaling-strategy {shape.strategy} --scaling-factor {shape.factor} --no-digest"
     flags += f" --batch-size {shape.batch_size} --logging-frequency {shape.window_steps}"
     flags += f" --training-steps {(NUM_WINDOWS + 1) * shape.window_steps} --learning-rate 5e-5"
-    command = [sys.executable, "train.py", *flags.split(), "--log-file", str(log)]
+    command = [
+        sys.executable,
+        "train.py",
+        *flags.split(),
+        "--log-file",
+        os.path.relpath(log, REPOSITORY),
+    ]
     subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
     print(f"{shape.name}: {gpu_state()}", file=sys.stderr)
 
