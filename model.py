@@ -275,10 +275,14 @@ class Transformer(nn.Module):
     def init_std(self, name: str) -> float | None:
         """Standard deviation of one parameter's initial weights (mean 0); None: all ones.
 
-        0.02 as in GPT-2, and the projections that write to the residual stream divided by
-        sqrt(2·n_layers) (Radford et al. 2019, section 2.3).
+        The embedding has 1 (``nn.Embedding``'s default), everything else 0.02, and the projections
+        that write to the residual stream that over sqrt(2·n_layers) (Radford et al. 2019, section
+        2.3). With a small embedding too, a step can move the residual stream by its own size:
+        gradient norms begin near 100, and runs that differ in the order of their sums part.
         """
         if "norm" in name:
             return None
+        if name.startswith("embedding"):
+            return 1.0
         writes_to_residual = name.endswith(("attention.output.weight", "down.weight"))
         return 0.02 / (2 * self.config.n_layers) ** 0.5 if writes_to_residual else 0.02

@@ -75,7 +75,7 @@ def measure_ceiling(seconds: float = 5.0, size: int = 8192) -> dict[str, Any]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(repeats):
-            left @ right
+            torch.mm(left, right)
         end.record()
         end.synchronize()
         rates.append(repeats * 2 * size**3 / (begin.elapsed_time(end) * 1e-3) / 1e12)

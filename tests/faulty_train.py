@@ -10,13 +10,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch
+import torch  # noqa: E402
 
-import step
-import train
-import train_fsdp
-from model import Transformer
-from trainer import FSDPTrainConfig, TrainConfig, run
+import step  # noqa: E402
+import train  # noqa: E402
+import train_fsdp  # noqa: E402
+from model import Transformer  # noqa: E402
+from trainer import FSDPTrainConfig, TrainConfig, run  # noqa: E402
 
 RANK = int(os.environ.get("RANK", "0"))
 original_step = step.train_step

@@ -165,6 +165,7 @@ def test_initial_weights_are_what_the_init_says() -> None:
         error = std / parameter.numel() ** 0.5
         assert abs(parameter.mean().item()) < 5 * error, name
         assert abs(parameter.std().item() - std) < 5 * error, name
+    assert model.init_std("embedding.weight") == 1
     down = model.init_std("blocks.0.feed_forward.down.weight")
     assert down == pytest.approx(0.02 / 4)  # 8 layers write twice each to the residual stream
 
@@ -176,8 +177,9 @@ def test_initial_weights_depend_on_seed_and_name() -> None:
     ):
         assert torch.equal(one, same)
         assert torch.equal(one, different) == (first.init_std(name) is None)
-    layers = [block.attention.query.weight for block in first.blocks]
-    assert not torch.equal(layers[0], layers[1])
+    weights = dict(first.named_parameters())
+    first_layer, second_layer = (f"blocks.{i}.attention.query.weight" for i in (0, 1))
+    assert not torch.equal(weights[first_layer], weights[second_layer])
 
 
 def test_digest_sees_every_change() -> None:
@@ -195,7 +197,7 @@ def test_digest_sees_every_change() -> None:
     untouched = digest()
     assert untouched["moved_share"] == 0
     with torch.no_grad():
-        model.blocks[1].attention.key.weight[3, 4] += 0.5
+        dict(model.named_parameters())["blocks.1.attention.key.weight"][3, 4] += 0.5
     changed = digest()
     moved = changed["parameters"]["blocks.1.attention.key.weight"]
     assert moved["norm"] == pytest.approx(0.5, rel=1e-5)
