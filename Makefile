@@ -26,6 +26,14 @@ test: $(DEV_INSTALLED) ## The test suite
 figures: $(INSTALLED) ## Rewrite README's tables from the logs in logs/published/
 	$(PY) figures.py
 
+.PHONY: parity
+parity: $(INSTALLED) ## FSDP against no FSDP on the CPU, in every way of running it (minutes; goes on where it stopped)
+	$(PY) benchmarks/parity_series.py
+
+.PHONY: bench-gpu
+bench-gpu: $(INSTALLED) ## Speed of train.py on the GPU at hand, beside what its matmuls sustain (goes on where it stopped)
+	$(PY) benchmarks/bench_gpu.py
+
 ##@ Development
 .PHONY: test-long
 test-long: $(DEV_INSTALLED) ## The tests that take minutes each

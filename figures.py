@@ -7,15 +7,17 @@ A block of README.md stands between ``<!-- begin NAME -->`` and ``<!-- end NAME 
 the function that writes it from ``logs/published/``. No number about a run is written by hand.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis import facts, load_runs, mean_metrics
+from analysis import SKIP_STEPS, facts, load_runs, mean_metrics
 from cli import parse_flags, refuse
 from model_config import ScalingStrategy, build_config, count_params
+from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
 from run_log import RunLog
 
 MODEL_VOCAB_SIZE = 131_072  # of the default tokenizer
@@ -101,12 +103,106 @@ def _core_row(run: RunLog, published: Path) -> list[str]:
     ]
 
 
+def bench_table(folder: Path) -> str:
+    """Speed of train.py at each shape in a folder of benchmark logs; empty without any.
+
+    A row is the median over the logged windows after the first, which is the warm-up. The folder's
+    ceiling.json holds the rate that a large matmul sustained on the same GPU.
+    """
+    runs, _ = load_runs(folder)
+    if not runs:
+        return ""
+    ceiling = json.loads((folder / "ceiling.json").read_text())
+    header = (
+        "model | batch | tokens/s | spread (%) | MFU (%) | of the ceiling (%) | peak GiB | status"
+        " | log"
+    )
+    runs.sort(key=lambda run: (facts(run).strategy, facts(run).factor, facts(run).batch_size))
+    return (
+        f"{ceiling['device']}, torch {ceiling['torch']}, bf16, sequence 4096, the defaults of"
+        " train.py; n = 3 windows of one run, median and spread. A bf16 matmul of"
+        f" {ceiling['size']:,}² sustained {ceiling['tflops']:.0f} TFLOP/s there"
+        f" ({ceiling['lowest']:.0f} to {ceiling['highest']:.0f}): the ceiling.\n\n"
+        + markdown_table(header.split(" | "), [_bench_row(run, ceiling["tflops"]) for run in runs])
+    )
+
+
+def _bench_row(run: RunLog, ceiling_tflops: float) -> list[str]:
+    what = facts(run)
+    window = (run.run or {})["config"]["logging_frequency"]
+    how = mean_metrics(run, skip_steps=max(window, SKIP_STEPS))
+    rates = [step.tokens_per_s for step in run.steps if step.step > max(window, SKIP_STEPS)]
+    middle = how.tokens_per_s_median or 0.0
+    tflops = middle * what.flops_per_token / 1e12
+    mfu = 100 * tflops / what.peak_tflops if what.peak_tflops else None
+    spread = 100 * (max(rates) - min(rates)) / middle if middle else None
+    return [
+        f"`{what.strategy}` {what.factor}",
+        str(what.batch_size),
+        _number(middle or None, ",.0f"),
+        _number(spread, ".1f"),
+        _number(mfu, ".1f"),
+        _number(100 * tflops / ceiling_tflops, ".1f"),
+        _number(how.peak_gib, ".1f"),
+        what.status.replace("_", " "),
+        run.path.name,
+    ]
+
+
+def bench(published: Path) -> str:
+    """The benchmark on one H200."""
+    table = bench_table(published / "h200" / "bench")
+    return f"### How fast, and how close to the chip\n\n{table}" if table else ""
+
+
+def parity_comparisons(folder: Path) -> list[tuple[str, Comparison]]:
+    """(configuration, comparison) of each FSDP run in a folder, against all runs without FSDP there
+    that share what parity needs (model, data, seed, global batch, dtype, …).
+    """
+    runs, _ = load_runs(folder)
+    found = []
+    for run in (run for run in runs if facts(run).fsdp):
+        references = [
+            other for other in runs if not facts(other).fsdp and not mismatches([run, other])
+        ]
+        if references:
+            found.append((_parity_name(run), compare([run], references)))
+    return sorted(found)
+
+
+def _parity_name(run: RunLog) -> str:
+    what, config = facts(run), (run.run or {})["config"]
+    name = f"`{what.strategy}` {what.factor} {what.model_dtype}, {what.gpus} × {what.batch_size}"
+    if what.grad_accumulation_steps > 1:
+        name += f" × {what.grad_accumulation_steps} accumulated"
+    if what.replicas > 1:
+        name += f", {what.replicas} replicas"
+    if what.activation_checkpointing != "none":
+        name += f", {what.activation_checkpointing} checkpointing"
+    changed = {"cpu_offload": True, "reshard_after_forward": False, "packing": False}
+    words = {"cpu_offload": "CPU offload", "reshard_after_forward": "no reshard"}
+    for flag, value in changed.items():
+        if config.get(flag) == value:
+            name += f", {words.get(flag, 'one padded document a row')}"
+    return name
+
+
+def parity_table(folder: Path) -> str:
+    """Markdown table of `parity_comparisons`; empty without any."""
+    rows = [format_row(name, comparison) for name, comparison in parity_comparisons(folder)]
+    return "\n".join([TABLE_HEAD, *rows]) if rows else ""
+
+
 def _number(value: float | None, form: str) -> str:
     return "n/a" if value is None else format(value, form)
 
 
 # Block of README -> what writes it, given the folder of published logs.
-BLOCKS: dict[str, Callable[[Path], str]] = {"core-runs": core_runs, "model-sizes": model_sizes}
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "bench": bench,
+    "core-runs": core_runs,
+    "model-sizes": model_sizes,
+}
 
 
 def render(text: str, published: Path) -> tuple[str, list[str]]:

@@ -4,8 +4,8 @@
 
 First the sustained rate of a large bf16 matmul (the ceiling), then train.py at each shape, with its
 defaults. A shape is one process: after the warm-up its log has three windows of equal length, whose
-median and spread are reported. Shapes whose log is complete are not repeated. Writes ceiling.json,
-bench.json and bench.md beside the logs.
+median and spread are reported. Shapes whose log is complete are not repeated. Writes ceiling.json
+and bench.md beside the logs; the JSON of each run is its log.
 """
 
 import json
@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from cli import parse_flags, refuse  # noqa: E402
-from run_log import RunLog, read_run  # noqa: E402
+from figures import bench_table  # noqa: E402
+from run_log import read_run  # noqa: E402
 
 METHOD_VERSION = 1
 NUM_WINDOWS = 3
@@ -116,47 +117,6 @@ def run_shape(shape: Shape, log: Path) -> None:
     print(f"{shape.name}: {gpu_state()}", file=sys.stderr)
 
 
-def result(shape: Shape, run: RunLog, ceiling: dict[str, Any]) -> dict[str, Any]:
-    """Median and spread over the windows after the first, which is the warm-up."""
-    windows = [step for step in run.steps if step.step > max(10, shape.window_steps)]
-    row = asdict(shape) | {"status": run.status, "log": run.path.name, "windows": len(windows)}
-    if windows:
-        rates = [step.tokens_per_s for step in windows]
-        tflops = [step.tflops for step in windows if step.tflops is not None]
-        mfu = [step.mfu_pct for step in windows if step.mfu_pct is not None]
-        row |= {
-            "tokens_per_s": statistics.median(rates),
-            "spread_pct": 100 * (max(rates) - min(rates)) / statistics.median(rates),
-            "mfu_pct": statistics.median(mfu) if mfu else None,
-            "of_ceiling_pct": 100 * statistics.median(tflops) / ceiling["tflops"],
-            "peak_gib": windows[-1].peak_gib,
-        }
-    return row
-
-
-def markdown(rows: list[dict[str, Any]], ceiling: dict[str, Any]) -> str:
-    """The table, with what it was measured on in its caption."""
-    lines = [
-        f"{ceiling['device']}, torch {ceiling['torch']}, bf16, sequence 4096, defaults of train.py;"
-        f" n = {NUM_WINDOWS} windows of one run. An {ceiling['size']}² bf16 matmul sustains"
-        f" {ceiling['tflops']:.0f} TFLOP/s here ({ceiling['lowest']:.0f} to"
-        f" {ceiling['highest']:.0f}): the ceiling.",
-        "",
-        "| model | batch | tokens/s | spread (%) | MFU (%) | of the ceiling (%) | peak GiB | log |",
-        "|---|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    for row in rows:
-        cells = [f"`{row['strategy']}` {row['factor']}", str(row["batch_size"])]
-        if "tokens_per_s" in row:
-            mfu = "n/a" if row["mfu_pct"] is None else f"{row['mfu_pct']:.1f}"
-            cells += [f"{row['tokens_per_s']:,.0f}", f"{row['spread_pct']:.1f}", mfu]
-            cells += [f"{row['of_ceiling_pct']:.1f}", f"{row['peak_gib']:.1f}", row["log"]]
-        else:
-            cells += [row["status"].replace("_", " "), "", "", "", "", row["log"]]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main(config: BenchConfig) -> None:
     """Measure the ceiling and all shapes that time allows; write and print the table."""
     import torch
@@ -170,17 +130,12 @@ def main(config: BenchConfig) -> None:
     if not ceiling_file.exists():
         ceiling_file.write_text(json.dumps(measure_ceiling() | {"method": METHOD_VERSION}) + "\n")
         torch.cuda.empty_cache()
-    ceiling = json.loads(ceiling_file.read_text())
-    rows = []
     for shape in SHAPES:
-        log = folder / f"{shape.name}.out"
         if time.monotonic() - started < 60 * config.max_minutes:
-            run_shape(shape, log)
-        if log.exists():
-            rows.append(result(shape, read_run(log), ceiling))
-    (folder / "bench.json").write_text(json.dumps({"ceiling": ceiling, "rows": rows}) + "\n")
-    (folder / "bench.md").write_text(markdown(rows, ceiling) + "\n")
-    print(markdown(rows, ceiling))
+            run_shape(shape, folder / f"{shape.name}.out")
+    table = bench_table(folder)
+    (folder / "bench.md").write_text(table + "\n")
+    print(table)
 
 
 if __name__ == "__main__":

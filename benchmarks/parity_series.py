@@ -1,4 +1,4 @@
-"""Is FSDP training correct in every way of running it? The reference runs, the FSDP runs, one table.
+"""Is FSDP training correct in every way of running it? Reference runs, FSDP runs, one table.
 
     python benchmarks/parity_series.py                  # 2 and 4 ranks on the CPU: minutes
     python benchmarks/parity_series.py --where one-gpu  # one rank, the real models
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from cli import parse_flags  # noqa: E402
-from parity import TABLE_HEAD, compare, format_row  # noqa: E402
+from figures import parity_comparisons, parity_table  # noqa: E402
 from run_log import read_run  # noqa: E402
 
 # Micro-batches × rows of the references: they differ in the order of the sums alone.
@@ -76,7 +76,7 @@ SERIES = {
         ),
         Group(
             "fp32 ragged",
-            f"{CPU_FLAGS} --model-dtype fp32 --no-packing",
+            f"{CPU_FLAGS} --model-dtype fp32 --no-packing --dataset tests/data/ragged.parquet",
             {"2 ranks": (2, "--batch-size 4"), "4 ranks": (4, "--batch-size 2")},
         ),
         Group(
@@ -129,6 +129,11 @@ def log_path(folder: Path, group: Group, name: str) -> Path:
     return folder / f"{group.name} {name}.out".replace(",", "").replace(" ", "_")
 
 
+def log_environment() -> dict[str, str]:
+    """One thread per rank, so that the order of sums inside an operation is the same everywhere."""
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
 def run_if_missing(command: list[str], log: Path) -> None:
     """Run a command unless its log says that it completed."""
     if log.exists() and read_run(log).status == "completed":
@@ -139,29 +144,11 @@ def run_if_missing(command: list[str], log: Path) -> None:
         [*command, "--log-file", os.path.relpath(log, REPOSITORY)],
         cwd=REPOSITORY,
         stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=log_environment(),
     )
     print(f"{log.name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     if done.returncode:
         sys.exit(f"{log.name} failed with status {done.returncode}")
-
-
-def table(folder: Path, groups: tuple[Group, ...]) -> tuple[str, bool]:
-    """Markdown table of all FSDP runs in a folder, and whether each of them is equal."""
-    lines, all_equal = [TABLE_HEAD], True
-    for group in groups:
-        logs = {name: log_path(folder, group, name) for name in runs_of(group)}
-        if not all(log.exists() for log in logs.values()):
-            all_equal = False
-            continue
-        runs = {name: read_run(log) for name, log in logs.items()}
-        references = [run for name, run in runs.items() if name.startswith("reference")]
-        for name, run in runs.items():
-            if name.startswith("fsdp"):
-                comparison = compare([run], references)
-                lines.append(format_row(f"{group.name}: {name.removeprefix('fsdp ')}", comparison))
-                all_equal &= comparison.verdict == "equal"
-    return "\n".join(lines), all_equal
 
 
 def main(config: SeriesConfig) -> int:
@@ -173,12 +160,12 @@ def main(config: SeriesConfig) -> int:
     for group in groups:
         for name, command in runs_of(group).items():
             if time.monotonic() - started > 60 * config.max_minutes:
-                print("out of time: run again to go on", file=sys.stderr)
-                break
+                sys.exit("out of time: run again to go on")
             run_if_missing(command, log_path(folder, group, name))
-    text, all_equal = table(folder, groups)
-    print(text)
-    return 0 if all_equal else 1
+    print(parity_table(folder))
+    comparisons = parity_comparisons(folder)
+    complete = len(comparisons) == sum(len(group.fsdp) for group in groups)
+    return 0 if complete and all(found.verdict == "equal" for _, found in comparisons) else 1
 
 
 if __name__ == "__main__":

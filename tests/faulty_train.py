@@ -1,9 +1,11 @@
-"""train_fsdp.py (or train.py) with a fault planted: ``faulty_train.py FAULT SCRIPT [flags]``."""
+"""train_fsdp.py (or train.py) with a fault planted: ``faulty_train.py FAULT SCRIPT [flags]``.
+
+Some faults end a job; others leave it running and wrong, and a comparison of the logs must tell.
+"""
 
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,19 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+import distributed  # noqa: E402
 import step  # noqa: E402
 import train  # noqa: E402
 import train_fsdp  # noqa: E402
+import trainer  # noqa: E402
+from distributed import World  # noqa: E402
 from model import Transformer  # noqa: E402
 from trainer import FSDPTrainConfig, TrainConfig, run  # noqa: E402
 
 RANK = int(os.environ.get("RANK", "0"))
 original_step = step.train_step
 original_forward = Transformer.forward
+original_build_loader = trainer.build_loader
 calls = 0
 
 
@@ -41,8 +47,12 @@ def faulty_step(*arguments: Any, **named: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
     if calls == 3 and FAULT == "nan":
         named["loss_scale"] = float("nan")
-    if FAULT == "slow":
-        time.sleep(0.2)
+    microbatches = arguments[2]
+    if FAULT == "mean_of_means":
+        num_local = sum(int((labels != -100).sum()) for _, labels in microbatches)
+        named["loss_scale"] = 1 / num_local
+    if FAULT == "scaled_gradient":
+        named["loss_scale"] *= named["world"].size
     return original_step(*arguments, **named)
 
 
@@ -53,11 +63,41 @@ def faulty_forward(self: Any, *arguments: Any, **named: Any) -> Any:
     return original_forward(self, *arguments, **named)
 
 
+def local_norm(self: Any, gradients: Any) -> Any:
+    """The norm of one rank's shards, as if it were the whole gradient's."""
+    return torch.stack(torch._foreach_norm(list(gradients), 2, torch.float32)).norm()
+
+
+def load_same_rows(*arguments: Any, rows: range, **named: Any) -> Any:
+    """The loader of rank 0, on every rank."""
+    return original_build_loader(*arguments, rows=range(len(rows)), **named)
+
+
+def shard_without_first_layer(model: Any, world: Any, sharding: Any) -> None:
+    """Every rank keeps the first block to itself: nobody reduces its gradients."""
+    original, alone = distributed.fully_shard, model.blocks[0]
+
+    def fully_shard(module: Any, **named: Any) -> None:
+        if module is model:
+            named["ignored_params"] = set(alone.parameters())
+        if module is not alone:
+            original(module, **named)
+
+    distributed.fully_shard = fully_shard
+    distributed.shard(model, world, sharding)
+
+
 FAULT, script = sys.argv[1:3]
 sys.argv = [str(ROOT / script), *sys.argv[3:]]
 step.train_step = faulty_step
 if FAULT == "out_of_memory":
     Transformer.forward = faulty_forward
+if FAULT == "local_clipping":
+    World.grad_norm = local_norm
+if FAULT == "same_rows":
+    trainer.build_loader = load_same_rows
+if FAULT == "unreduced_layer":
+    train_fsdp.shard = shard_without_first_layer
 if script == "train.py":
     run(train.main, TrainConfig)
 else:
