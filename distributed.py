@@ -227,6 +227,7 @@ class Watch:
         self._world = world
         self._write_end = write_end
         self._store = world.store if world.size > 1 else None
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._ended = False
         self._terminated_at: float | None = None
@@ -243,7 +244,8 @@ class Watch:
         for number in STOP_SIGNALS:
             signal.signal(number, self._request_stop)
         if self._store is not None:
-            threading.Thread(target=self._run, daemon=True, name="watch").start()
+            self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
+            self._thread.start()
 
     def beat(self, allow_s: float = SLOW_PHASE_S) -> None:
         """The main thread is alive; the next beat comes within ``allow_s`` or the job is stuck."""
@@ -266,6 +268,9 @@ class Watch:
         """The job ended well: no later silence or signal is a failure."""
         with self._lock:
             self._ended = True
+        if self._thread is not None:
+            # An interpreter that ends while a thread is inside the store's C++ code aborts.
+            self._thread.join()
         signal.set_wakeup_fd(-1)
 
     def _request_stop(self, number: int, frame: object) -> None:
