@@ -129,6 +129,8 @@ def _from_backend(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
     # A tokenizer.json carries the truncation and padding of whoever saved it.
     backend.no_truncation()
     backend.no_padding()
+    if not backend.get_vocab(with_added_tokens=True):
+        raise ValueError(f"the tokenizer {name} has no vocabulary")
     probe = backend.encode("a")
     pairs = list(zip(probe.special_tokens_mask, probe.ids, strict=True))
     prefix = tuple(i for _, i in itertools.takewhile(lambda pair: pair[0], pairs))
@@ -251,6 +253,8 @@ def _read_footer(file: Path, digest: Any) -> tuple[pq.FileMetaData, bool]:
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{file} is no readable parquet file: {_one_line(error)}") from error
     digest.update(repr((file.name, size, metadata.num_rows)).encode() + footer)
+    if schema.names.count("text") > 1:
+        raise ValueError(f"{file} has several columns `text`")
     if "text" not in schema.names:
         raise ValueError(f"{file} has no column `text` (it has {', '.join(schema.names)})")
     kind = schema.field("text").type
@@ -316,17 +320,19 @@ class Documents:
     def tokens(self, document: int) -> Iterator[Sequence[int]]:
         """Token ids of a document piece by piece; no piece if there is no text in it."""
         raw = self._fetch(document)
+        self._num_unusable_in_a_row += 1
+        if self._num_unusable_in_a_row > MAX_PASSES_WITHOUT_TEXT * self.corpus.num_documents + 1:
+            raise ValueError("the dataset holds no text that the tokenizer makes tokens of")
         if not raw:
             self.counts["skipped"] += 1
-            self._num_unusable_in_a_row += 1
-            if self._num_unusable_in_a_row > MAX_PASSES_WITHOUT_TEXT * self.corpus.num_documents:
-                raise ValueError("the dataset holds no text: every document is null or empty")
             return
-        self._num_unusable_in_a_row = 0
         text = raw.decode("utf-8", errors="replace")
         if "\ufffd" in text and text.encode() != raw:
             self.counts["repaired"] += 1
-        yield from self.plan.tokenizer.encode_pieces(text)
+        for ids in self.plan.tokenizer.encode_pieces(text):
+            if len(ids):
+                self._num_unusable_in_a_row = 0
+            yield ids
 
     def _shuffle_groups(self, pass_index: int) -> tuple[np.ndarray, np.ndarray]:
         """The groups in the order of a pass, and the number of documents up to each one's end."""

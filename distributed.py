@@ -37,6 +37,7 @@ EXIT_STATUS = {"completed": 0, "failed": 1, "out_of_memory": 3, "preempted": 128
 SLOW_PHASE_S = 1800.0
 # torchrun kills what has not ended 30 s after it passed a SIGTERM on.
 TERMINATION_GRACE_S = 20.0
+LAUNCHER_GRACE_S = 5.0
 POLL_S = 0.2
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -156,6 +157,10 @@ def sharded_world(replicas: int) -> Iterator[World]:
 def _connect(rank: int, size: int) -> dist.Store:
     """A connection of its own to the job's key-value store."""
     if "MASTER_ADDR" not in os.environ:  # python train_fsdp.py: nobody to talk to
+        if size > 1:
+            raise ValueError(
+                "WORLD_SIZE is set, but MASTER_ADDR is not: start the ranks by torchrun"
+            )
         return dist.HashStore()
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return dist.TCPStore(
@@ -227,7 +232,8 @@ class Watch:
         self._world = world
         self._write_end = write_end
         self._store = world.store if world.size > 1 else None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
+        self._store_lost_at: float | None = None
         self._lock = threading.Lock()
         self._ended = False
         self._terminated_at: float | None = None
@@ -236,16 +242,14 @@ class Watch:
         self._wakeup_read, self._wakeup_write = os.pipe()
 
     def start(self) -> None:
-        """Install the signal handlers; with several ranks start the watcher thread."""
+        """Install the signal handlers and start the watcher thread."""
         os.set_blocking(self._wakeup_write, False)
         os.set_blocking(self._wakeup_read, False)
         # The bytes written there reach the watcher even while the main thread is in a collective.
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, self._request_stop)
-        if self._store is not None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
-            self._thread.start()
+        self._thread.start()
 
     def beat(self, allow_s: float = SLOW_PHASE_S) -> None:
         """The main thread is alive; the next beat comes within ``allow_s`` or the job is stuck."""
@@ -257,30 +261,35 @@ class Watch:
 
     def end(self, failure: Failure) -> None:
         """End every rank: tell the others, have rank 0 write the record, leave the process."""
-        if self._store is not None:
-            # Another rank's failure may be the cause of ours (a closed connection): it goes first.
-            failure = self._posted() or failure
-            with contextlib.suppress(RuntimeError):  # the store may be gone with its host
-                self._store.set("failure", json.dumps(asdict(failure)))
+        # Another rank's failure may be the cause of ours (a closed connection): it goes first.
+        failure = self._posted() or failure
+        if (store := self._store) is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set("failure", json.dumps(asdict(failure)))
         self._finish(failure)
+        time.sleep(60)  # not reached, or the watcher is writing the record and leaves the process
 
     def close(self) -> None:
         """The job ended well: no later silence or signal is a failure."""
         with self._lock:
             self._ended = True
-        if self._thread is not None:
-            # An interpreter that ends while a thread is inside the store's C++ code aborts.
-            self._thread.join()
+        # An interpreter that ends while a thread is inside the store's C++ code aborts.
+        self._thread.join()
         signal.set_wakeup_fd(-1)
 
     def _request_stop(self, number: int, frame: object) -> None:
         self.stop_requested = True
 
     def _posted(self) -> Failure | None:
-        assert self._store is not None
-        with contextlib.suppress(RuntimeError):
+        """The failure that a rank has told of; takes note when the store is gone with its host."""
+        if self._store is None:
+            return None
+        try:
             if self._store.check(["failure"]):
                 return Failure(**json.loads(self._store.get("failure")))
+        except RuntimeError:
+            # It goes with the launcher, which ends us too when it ends in order.
+            self._store, self._store_lost_at = None, time.monotonic()
         return None
 
     def _run(self) -> None:
@@ -302,28 +311,34 @@ class Watch:
         if now - self._last_beat > self._allow_s + patience_s:
             reason = f"no progress for {self._allow_s:.0f} s: was a rank stopped or killed?"
             return Failure("failed", reason, self.phase, self._world.rank)
-        if self._terminated_at is not None and self._allow_s < SLOW_PHASE_S:
+        if self._store_lost_at is not None and now - self._store_lost_at > LAUNCHER_GRACE_S:
+            return Failure("failed", "the launcher is gone", self.phase, self._world.rank)
+        if self._terminated_at is not None:
             silent_s = now - max(self._terminated_at, self._last_beat)
             if silent_s > TERMINATION_GRACE_S + patience_s:
-                reason = "asked to end, and no step ended since: was a rank killed?"
-                return Failure("failed", reason, self.phase, self._world.rank)
+                # In a slow phase (building, compiling) no step could end; else a rank is missing.
+                status = "preempted" if self._allow_s == SLOW_PHASE_S else "failed"
+                reason = "asked to end, and no step ended since"
+                return Failure(status, reason, self.phase, self._world.rank)
         return None
 
     def _finish(self, failure: Failure) -> None:
         with self._lock:
-            if self._ended:  # the other thread is writing, and will leave the process
-                time.sleep(60)
+            if self._ended:  # the other thread wrote, and is leaving the process
+                return
             self._ended = True
             if self._world.rank == 0:
-                self._write_end(failure)
-        if self._store is not None:
+                with contextlib.suppress(OSError):  # a full disk must not keep us from leaving
+                    self._write_end(failure)
+        if (store := self._store) is not None:
             with contextlib.suppress(RuntimeError):
                 if self._world.rank == 0:
-                    self._store.set("ended", "yes")
-                self._store.wait(["ended"], timedelta(seconds=5))
+                    store.set("ended", "yes")
+                store.wait(["ended"], timedelta(seconds=5))
             time.sleep(2 * POLL_S)  # the others read the store, which may live in this process
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         # Not sys.exit: interpreter shutdown would wait for collectives that never end.
         os._exit(EXIT_STATUS[failure.status])
 
@@ -348,6 +363,7 @@ def describe_failure(error: BaseException, phase: str, rank: int) -> Failure:
             "a smaller --scaling-factor, or more GPUs"
         )
         return Failure("out_of_memory", f"{text[:300]}; {remedy}", phase, rank)
-    if not isinstance(error, FloatingPointError):  # ours: the reason says it all
+    # A loss that is not finite, unusable input: the reason says it all.
+    if not isinstance(error, FloatingPointError | ValueError):
         traceback.print_exception(error)
     return Failure("failed", f"{type(error).__name__}: {text[:300]}", phase, rank)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str,
     return {
         "schema": SCHEMA_VERSION,
         "script": os.path.basename(sys.argv[0]),
-        "argv": [relative_path(word) if word.startswith("/") else word for word in sys.argv[1:]],
+        "argv": [_without_folders(word) for word in sys.argv[1:]],
         "config": settings,
         "fsdp": config.fsdp,
         **source_version(),
@@ -120,9 +121,18 @@ def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str,
             "fingerprint": inputs.corpus.fingerprint,
             "num_documents": inputs.corpus.num_documents,
         },
-        "tokenizer": {"name": inputs.tokenizer.name, "vocab_size": inputs.tokenizer.vocab_size},
+        "tokenizer": {
+            "name": _without_folders(inputs.tokenizer.name),
+            "vocab_size": inputs.tokenizer.vocab_size,
+        },
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
+
+
+def _without_folders(word: str) -> str:
+    """A flag, or its value, without the folders of this machine."""
+    flag, equals, value = word.rpartition("=")
+    return f"{flag}{equals}{relative_path(value)}" if Path(value).is_absolute() else word
 
 
 @contextlib.contextmanager

@@ -62,7 +62,8 @@ class Gap:
     @property
     def ratio(self) -> float:
         """Difference ÷ floor; infinite when one of the runs has no number there."""
-        return self.difference / self.floor
+        ratio = self.difference / self.floor
+        return math.inf if math.isnan(ratio) else ratio
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,9 @@ def _step_gaps(
 
 
 def _digest(run: RunLog) -> dict[str, Any]:
-    return (run.end or {}).get("digest") or {}
+    digest: Any = (run.end or {}).get("digest")
+    whole = isinstance(digest, dict) and isinstance(digest.get("parameters"), dict)
+    return digest if whole and "moved_share" in digest else {}
 
 
 def _weight_gaps(runs: Sequence[RunLog], num_fsdp: int, precision: Precision) -> tuple[Gap, ...]:

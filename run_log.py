@@ -9,10 +9,12 @@ This module alone knows the format. The reader takes lines with any prefix (time
 fields, and the facts of the run in lines of text. What cannot be read is skipped and counted.
 """
 
+import contextlib
 import json
 import math
 import os
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,16 +126,26 @@ class LogWriter:
     def close(self) -> None:
         """Close the file, if one was opened."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take
+                self._file.close()
             self._file = None
 
     def _write(self, line: str) -> None:
-        print(line, flush=True)
-        if self._path is None:
-            return
+        if self._path is not None:
+            try:
+                self._append(self._path, line)
+            except OSError as error:  # a full disk: training is worth more than this copy
+                print(f"{self._path}: {error.strerror}; logging no more to it", file=sys.stderr)
+                self._path = None
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:  # whoever read us is gone, and so is everything printed later
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _append(self, path: Path, line: str) -> None:
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
             if _ends_torn(self._file):  # an earlier job was killed in the middle of a line
                 self._file.write(f"{_CUT}\n")
         self._file.write(line + "\n")

@@ -4,13 +4,16 @@ The flags of train.py and train_fsdp.py, and every input that they name, opened 
 anything is started or written.
 """
 
+import contextlib
+import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from dataset import Corpus, Tokenizer, load_tokenizer, open_corpus
+from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
 from model import (
     ActivationCheckpointing,
@@ -108,8 +111,13 @@ class TrainConfig:
         positive = ("learning_rate", "grad_max_norm", "collective_timeout_s", "peak_tflops")
         for name in positive:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{_flag(name)} must be greater than 0, not {value}")
+            finite = value is None or math.isfinite(value) or name == "grad_max_norm"
+            if value is not None and not (value > 0 and finite):
+                raise ValueError(f"{_flag(name)} must be greater than 0 and finite, not {value}")
+        if self.set_seed >= 2**63:
+            raise ValueError(f"--set-seed must be below 2^63, not {self.set_seed}")
+        if self.profile and self.profile_step_start > self.training_steps:
+            raise ValueError("--profile-step-start comes after the last step: nothing to profile")
         if self.profile and self.profile_step_end < self.profile_step_start:
             raise ValueError("--profile-step-end must not come before --profile-step-start")
 
@@ -161,6 +169,12 @@ class Inputs:
 
 def open_inputs(config: TrainConfig) -> Inputs:
     """Open what the flags name. Raises ValueError, with what to do, for what cannot be used."""
+    if config.log_file is not None:
+        _check_writable(config.log_file.parent, "--log-file")
+        if config.log_file.exists() and not config.log_file.is_file():
+            raise ValueError(f"--log-file {config.log_file} is no file")
+    if config.profile:
+        _check_writable(config.profile_dir, "--profile-dir")
     corpus = open_corpus(config.dataset)
     global_batch = launched_world_size() * config.batch_size * config.grad_accumulation_steps
     if corpus.num_documents < global_batch:
@@ -169,10 +183,30 @@ def open_inputs(config: TrainConfig) -> Inputs:
             f"{global_batch} rows of a global batch; use a smaller --batch-size or more data"
         )
     tokenizer = load_tokenizer(config.tokenizer_name_or_path)
+    probe_data(corpus, tokenizer)
     shape = build_config(config.scaling_strategy, config.scaling_factor, tokenizer.vocab_size)
     compute = config.compute_dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     cost = flops_per_token(shape, config.sequence_length)
     return Inputs(corpus, tokenizer, shape, DTYPES[compute], global_batch, cost)
+
+
+def _check_writable(folder: Path, flag: str) -> None:
+    """Raise ValueError where a folder can neither be written nor made."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag}: {existing} is no folder that can be written")
+
+
+def probe_data(corpus: Corpus, tokenizer: Tokenizer) -> None:
+    """Read one row of two tokens, to find text or tokens that are unusable before a job starts.
+
+    Raises ValueError, which says what is wrong.
+    """
+    loader = build_loader(
+        corpus, tokenizer, sequence_length=1, rows=range(1), global_rows=1, seed=0
+    )
+    with contextlib.closing(loader):
+        next(loader)
 
 
 def describe_plan(config: TrainConfig, inputs: Inputs) -> str:

@@ -110,6 +110,7 @@ def train(model: Transformer, job: Job) -> None:
             meter.add(num_tokens)
             if is_logged(step, config):
                 meter.log(step, loss_sum, grad_norm, first_bad_step, rate)
+            watch.beat()  # writing a trace takes its time
             profiler.after(step)
             job.steps_done = step
             watch.beat(meter.patience_s)

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models
 
 from run_log import RunLog, read_run
 
@@ -136,15 +137,62 @@ BAD_INPUT = {
     "--model-dtype fp64": "--model-dtype",
     "--learning-rate nan": "--learning-rate must be greater than 0",
     "--no-such-flag": "--no-such-flag",
+    "--learning-rate inf": "finite",
+    "--set-seed 18446744073709551616": "--set-seed must be below",
+    "--profile": "nothing to profile",
+    "--log-file README.md/a.out": "README.md is no folder",
+    "--dataset FOLDER/nulls.parquet": "no text",
+    "--dataset FOLDER/twice.parquet": "several columns `text`",
+    "--tokenizer-name-or-path FOLDER/mute.json": "no text that the tokenizer makes tokens of",
     "--training-steps many": "--training-steps",
 }
+
+
+def write_unusable(folder: Path) -> None:
+    nulls, words = pa.array([None] * 20, pa.string()), pa.array(["word"] * 20)
+    pq.write_table(pa.table({"text": nulls}), folder / "nulls.parquet")
+    twice = pa.Table.from_arrays([words, words], names=["text", "text"])
+    pq.write_table(twice, folder / "twice.parquet")
+    Tokenizer(models.BPE(vocab={"Ω": 0}, merges=[])).save(str(folder / "mute.json"))
+
+
+def test_reader_of_standard_output_may_leave(tmp_path: Path) -> None:
+    """``train.py | head -1``: the training goes on, and its log file is whole."""
+    path = tmp_path / "job.out"
+    process = start([sys.executable, "train.py", *COMMON, "--log-file", str(path)])
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=100) == 0
+    log = read_run(path)
+    assert log.status == "completed"
+    assert [step.step for step in log.steps] == [1, 2, 4, 6]
+
+
+def test_launcher_that_is_killed_leaves_no_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "job.out"
+    flags = ["--training-steps", "100000", "--log-file", str(path)]
+    process = start([*TORCHRUN, "2", "train_fsdp.py", *COMMON, *flags])
+    deadline = time.monotonic() + 60
+    while not (path.exists() and read_run(path).steps) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    process.kill()
+    deadline = time.monotonic() + 60
+    while read_run(path).end is None and time.monotonic() < deadline:
+        time.sleep(0.5)
+    end = read_run(path).end
+    assert end is not None
+    assert end["status"] == "failed"
+    assert "launcher is gone" in end["reason"]
 
 
 def test_bad_input_ends_with_one_line(tmp_path: Path) -> None:
     """All at once: each is a start of its own, but they can share the cores."""
     log_file = tmp_path / "never.out"
+    write_unusable(tmp_path)
     for flags in BAD_INPUT:
-        command = [sys.executable, "train.py", *COMMON, *flags.split(), "--log-file", str(log_file)]
+        words = flags.replace("FOLDER", str(tmp_path)).split()
+        command = [sys.executable, "train.py", *COMMON, "--log-file", str(log_file), *words]
         code, out, err = run(*command)
         assert code == 2, (flags, err)
         assert out == "" and len(err.splitlines()) == 1, (flags, out, err)
