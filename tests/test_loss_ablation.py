@@ -344,6 +344,17 @@ def test_few_moved_weights_prove_little(tmp_path: Path, references: list[Path]) 
     assert any("16 % of the weights" in note for note in comparison.notes)
 
 
+@pytest.mark.parametrize("wrong_side", ["fsdp", "reference"])
+def test_a_digest_without_numbers_is_not_equal(tmp_path: Path, wrong_side: str) -> None:
+    run, other = fsdp_run(), fsdp_run()
+    wrong = run if wrong_side == "fsdp" else other
+    assert wrong.end is not None
+    for row in wrong.end["digest"]["parameters"].values():
+        row |= {"projections": ["nan"] * len(row["projections"]), "norm": "nan"}
+    ours, theirs = run.write(tmp_path / "a.out"), other.write(tmp_path / "b.out")
+    assert judge([ours], [theirs]).verdict == "not equal"
+
+
 @pytest.mark.parametrize("lacking", ["end", "digest", "same steps", "grad norm"])
 def test_what_cannot_be_compared_is_not_called_equal(
     lacking: str, tmp_path: Path, references: list[Path]

@@ -161,9 +161,10 @@ def test_reader_of_standard_output_may_leave(tmp_path: Path) -> None:
     path = tmp_path / "job.out"
     process = start([sys.executable, "train.py", *COMMON, "--log-file", str(path)])
     assert process.stdout is not None
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=100) == 0
+    with process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=100) == 0
     log = read_run(path)
     assert log.status == "completed"
     assert [step.step for step in log.steps] == [1, 2, 4, 6]
@@ -176,7 +177,8 @@ def test_launcher_that_is_killed_leaves_no_ranks(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while not (path.exists() and read_run(path).steps) and time.monotonic() < deadline:
         time.sleep(0.5)
-    process.kill()
+    with process:
+        process.kill()
     deadline = time.monotonic() + 60
     while read_run(path).end is None and time.monotonic() < deadline:
         time.sleep(0.5)
