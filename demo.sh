@@ -14,7 +14,7 @@ if ((num_gpus == 0)); then num_threads=$(nproc); else num_threads=4; fi
 flags=(
   --scaling-strategy all --scaling-factor 1 --model-dtype fp32 --compute-dtype fp32
   --sequence-length 256 --training-steps 20 --lr-warmup-steps 5 --learning-rate 3e-4
-  --logging-frequency 1 --set-seed 42
+  --logging-frequency 1 --set-seed 42 --collective-timeout-s 600
 )
 no_fsdp=logs/demo/no_fsdp.out
 fsdp=logs/demo/fsdp.out

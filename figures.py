@@ -75,9 +75,13 @@ def core_runs(published: Path) -> str:
     runs = sorted(runs, key=lambda run: (facts(run).num_parameters, facts(run).fsdp, run.path))
     table = markdown_table(header.split(" | "), [_core_row(run, published) for run in runs])
     devices = sorted({f"{facts(run).device}, torch {facts(run).torch_version}" for run in runs})
+    compiled = sorted({"compiled" if facts(run).compiled else "not compiled" for run in runs})
     return (
         "### What the training scripts do on one GPU\n\n"
-        f"{'; '.join(devices)}. Tokens/s are the median over the logged steps after the warm-up;"
+        f"{'; '.join(devices)}; {', '.join(compiled)}. These runs check one script against the"
+        " other; the speed of the defaults stands below. FSDP on one rank shards nothing and still"
+        " gathers, copies and reduces. Tokens/s are the median over the log lines after step"
+        f" {SKIP_STEPS};"
         " MFU comes from their mean; memory is what the allocator had allocated at its peak.\n\n"
         + table
     )

@@ -16,11 +16,13 @@ import numpy as np
 import tyro
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, mean_metrics
 from cli import parse_flags, refuse
 from parity import (
     FACTOR,
+    MIN_MOVED_SHARE,
     OTHER_FIELDS,
     PARITY_FIELDS,
     Comparison,
@@ -77,7 +79,9 @@ def main(config: AblationConfig) -> int:
             print(f"Figure: {path}")
         except OSError as error:  # the verdict stands without its picture
             print(f"no figure: {path}: {error.strerror}", file=sys.stderr)
-    print(f"Verdict: {comparison.verdict.upper()}: {comparison.reason}")
+    weak = comparison.moved_share is not None and comparison.moved_share < MIN_MOVED_SHARE
+    proviso = " (of the weights it proves little: few of them moved)" if weak else ""
+    print(f"Verdict: {comparison.verdict.upper()}: {comparison.reason}{proviso}")
     return comparison.exit_status
 
 
@@ -206,6 +210,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     colors = np.where(zero, "white", np.where(outside, FSDP_COLOR, MARK_COLOR))
     bottom.scatter(steps, heights, 25, colors, edgecolors=MARK_COLOR, clip_on=False, zorder=3)
     ends = f" (○ no difference: {zero.sum()} of {len(steps)} steps)" if zero.any() else ""
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     bottom.set(yscale="log", ylim=(low, high), xlabel=f"Step{ends}", ylabel="|Loss difference|")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -219,7 +224,7 @@ def headline(comparison: Comparison) -> str:
     if comparison.verdict == "cannot tell":
         return finding + f"cannot tell\n({comparison.reason})"
     inside = worst(comparison.losses).ratio <= FACTOR
-    finding += f"{'inside' if inside else 'outside'} the {comparison.floor_name}"
+    finding += f"{'inside' if inside else 'outside'} {FACTOR:g} × the {comparison.floor_name}"
     return finding + ("\n(but the runs are not equal: see the grad norm and the final weights)"
                       if inside and comparison.verdict == "not equal" else "")  # fmt: skip
 

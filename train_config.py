@@ -30,7 +30,7 @@ OPTIMIZER_STATES = 2  # AdamW: first and second moment, in the dtype of the para
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Flags of both training scripts; the field docstrings are their help."""
+    """Train a Llama-style Transformer on one device, without FSDP."""
 
     dataset: str = "data/sample.parquet"
     """Parquet file, folder of them, or glob, with a column `text`."""
@@ -129,7 +129,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class FSDPTrainConfig(TrainConfig):
-    """Flags of train_fsdp.py: those of train.py, and how to shard."""
+    """Train a Llama-style Transformer with FSDP2, one rank per device."""
 
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state on the host between uses."""
@@ -215,7 +215,14 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
     num_shards = launched_world_size() // getattr(config, "replicas", 1)
     bytes_each = num_params * DTYPES[config.model_dtype].itemsize / num_shards
     place = "host memory" if getattr(config, "cpu_offload", False) else "device memory"
+    shape = inputs.model_config
     rows = {
+        "model": f"{config.scaling_strategy} {config.scaling_factor}",
+        "dim × layers × heads": f"{shape.dim} × {shape.n_layers} × {shape.n_heads}",
+        "dtype of parameters, of computation": (
+            f"{config.model_dtype}, {str(inputs.compute_dtype).removeprefix('torch.')}"
+        ),
+        "steps": f"{config.training_steps:,}",
         "parameters": f"{num_params:,}",
         "FLOPs per token": f"{inputs.flops_per_token:,}",
         "tokens per step": f"{inputs.global_batch * config.sequence_length:,}",
@@ -223,5 +230,8 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
         f"parameters per rank, {place} (GiB)": f"{bytes_each / GIB:.2f}",
         "gradients per rank (GiB)": f"{bytes_each / GIB:.2f}",
         "optimizer state per rank (GiB)": f"{OPTIMIZER_STATES * bytes_each / GIB:.2f}",
+        "all three (activations come on top) (GiB)": (
+            f"{(2 + OPTIMIZER_STATES) * bytes_each / GIB:.2f}"
+        ),
     }
     return "\n".join(f"{name:<44}{value:>20}" for name, value in rows.items())
