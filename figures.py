@@ -160,8 +160,9 @@ def bench(published: Path) -> str:
 
 
 def parity_comparisons(folder: Path) -> list[tuple[str, Comparison]]:
-    """(configuration, comparison) of each FSDP run in a folder, against all runs without FSDP there
-    that share what parity needs (model, data, seed, global batch, dtype, …).
+    """(configuration, comparison) of each FSDP run in a folder.
+
+    Against all runs without FSDP there that share what parity needs (model, data, seed, …).
     """
     runs, _ = load_runs(folder)
     found = []
@@ -197,6 +198,34 @@ def parity_table(folder: Path) -> str:
     return "\n".join([TABLE_HEAD, *rows]) if rows else ""
 
 
+def parity(published: Path) -> str:
+    """FSDP against training without it on CPU ranks, then the same command on planted faults."""
+    table = parity_table(published / "cpu" / "parity")
+    if not table:
+        return ""
+    runs, _ = load_runs(published / "cpu" / "faults")
+    references = [run for run in runs if not facts(run).fsdp]
+    faults = [
+        # The log does not know of the fault that was planted: its name is that of the file.
+        format_row(
+            run.path.stem.removeprefix("fault_").replace("_", " "), compare([run], references)
+        )
+        for run in sorted(runs, key=lambda run: run.path)
+        if facts(run).fsdp
+    ]
+    return (
+        "### Is FSDP correct?\n\n"
+        "FSDP on the CPU against three runs without it that differ only in the order of their sums"
+        " (8 micro-batches of 1 row, 4 of 2, 2 of 4); 30 steps, some of them clipped, small vocabulary"
+        " (`make parity`). A floor is what those runs differ by; FSDP is equal when no difference"
+        " of loss, grad norm or final weights exceeds 4 floors. First column: ranks × rows.\n\n"
+        f"{table}\n\n"
+        "The same judgement on two ranks, without and with faults planted"
+        " (`python tests/fault_series.py FOLDER`):\n\n"
+        + "\n".join([TABLE_HEAD.replace("configuration", "fault"), *faults])
+    )
+
+
 def _number(value: float | None, form: str) -> str:
     return "n/a" if value is None else format(value, form)
 
@@ -205,6 +234,7 @@ def _number(value: float | None, form: str) -> str:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "bench": bench,
     "core-runs": core_runs,
+    "parity": parity,
     "model-sizes": model_sizes,
 }
 
