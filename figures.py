@@ -216,8 +216,8 @@ def parity(published: Path) -> str:
     return (
         "### Is FSDP correct?\n\n"
         "FSDP on the CPU against three runs without it that differ only in the order of their sums"
-        " (8 micro-batches of 1 row, 4 of 2, 2 of 4); 30 steps, some of them clipped, small vocabulary"
-        " (`make parity`). A floor is what those runs differ by; FSDP is equal when no difference"
+        " (8 micro-batches of 1 row, 4 of 2, 2 of 4); 30 steps, some of them clipped, small"
+        " vocabulary (`make parity`). A floor is what those runs differ by; FSDP is equal when no difference"
         " of loss, grad norm or final weights exceeds 4 floors. First column: ranks × rows.\n\n"
         f"{table}\n\n"
         "The same judgement on two ranks, without and with faults planted"
