@@ -90,13 +90,17 @@ class Job:
         }
 
 
+def peak_of(config: TrainConfig, world: World) -> float | None:
+    """Dense bf16 peak in TFLOP/s that MFU is held against: the flag, else by device name."""
+    return config.peak_tflops or peak_tflops(device_name(world.device))
+
+
 def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str, Any]:
     """Fields of the ``Run:`` record: all that a reader needs to repeat or to compare the run."""
     settings = asdict(config)
     for name in ("log_file", "profile_dir", "dataset", "tokenizer_name_or_path"):
-        if settings[name] is not None and str(settings[name]).startswith("/"):
-            settings[name] = relative_path(settings[name])
-    name = device_name(world.device)
+        if settings[name] is not None:
+            settings[name] = _without_folders(str(settings[name]))
     return {
         "schema": SCHEMA_VERSION,
         "script": os.path.basename(sys.argv[0]),
@@ -105,10 +109,10 @@ def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str,
         "fsdp": config.fsdp,
         **source_version(),
         "versions": versions(),
-        "device": name,
+        "device": device_name(world.device),
         "device_type": world.device.type,
         "compute_dtype": str(inputs.compute_dtype).removeprefix("torch."),
-        "peak_tflops": config.peak_tflops or peak_tflops(name),
+        "peak_tflops": peak_of(config, world),
         "world_size": world.size,
         "num_nodes": world.num_nodes,
         "replicas": getattr(config, "replicas", 1),
@@ -159,7 +163,7 @@ class Meter:
         self.job = job
         config, inputs = job.config, job.inputs
         self.positions_per_step = inputs.global_batch * config.sequence_length
-        self.peak_tflops = config.peak_tflops or peak_tflops(device_name(job.world.device))
+        self.peak_tflops = peak_of(config, job.world)
         self.patience_s = SLOW_PHASE_S
         self._num_steps = 0
         self._num_training_tokens = 0.0
