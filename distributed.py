@@ -27,7 +27,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 from model import Transformer
 from utils import use_expandable_segments
@@ -211,11 +210,6 @@ def shard(model: Transformer, world: World, sharding: Sharding) -> None:
         wrap(block, sharding.reshard_after_forward)
     wrap(model.head, False)
     wrap(model, False)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's share of a sharded tensor (the tensor itself where it is not sharded)."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Watch:

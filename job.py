@@ -26,6 +26,7 @@ from run_log import SCHEMA_VERSION, LogWriter, StepRecord
 from train_config import Inputs, TrainConfig
 from utils import (
     TORCH_IMPORTED_AT,
+    compilations,
     device_name,
     peak_memory_gib,
     relative_path,
@@ -43,6 +44,7 @@ class Job:
         self.watch = Watch(world, self._write_failure)
         self.seconds: dict[str, float] = {}
         self.steps_done = 0
+        self.num_graphs_at_first_step: int | None = None
         self.digest: dict[str, Any] | None = None
         self._started = time.perf_counter()
 
@@ -82,11 +84,14 @@ class Job:
     def _end_fields(self, status: str, reason: str) -> dict[str, Any]:
         seconds = {name: round(value, 3) for name, value in self.seconds.items()}
         seconds["total"] = round(time.perf_counter() - self._started, 3)
+        _, num_graphs = compilations()
         return {
             "status": status,
             "reason": reason,
             "steps_done": self.steps_done,
             "seconds": seconds,
+            "num_graphs_compiled": num_graphs,
+            "compiled_after_first_step": num_graphs - (self.num_graphs_at_first_step or num_graphs),
         }
 
 
@@ -209,6 +214,7 @@ class Meter:
             job.log.step(record)
         if step == 1:
             job.seconds["until first step"] = now - TORCH_IMPORTED_AT
+            job.seconds["compile"], job.num_graphs_at_first_step = compilations()
         # The CPU runs ahead of the GPU and waits at log steps: for all steps in between.
         self.patience_s = max(
             job.config.collective_timeout_s, 5 * step_s * job.config.logging_frequency

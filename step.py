@@ -6,7 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from distributed import World, local_tensor
+from distributed import World
+from model import Transformer
+from optimizer import CompiledAdamW, local_tensor
 from train_config import Inputs, TrainConfig
 
 # Below this much arithmetic a micro-batch ends before the CPU has launched its kernels: about half
@@ -66,6 +68,9 @@ def clipped_update(
     and happens in fp32.
     """
     divisor = divisor.clamp(min=1.0).to(gradients[0].device)
+    if isinstance(optimizer, CompiledAdamW):
+        optimizer.update(gradients, divisor)
+        return
     if optimizer.defaults.get("fused"):
         optimizer.grad_scale = divisor  # pyright: ignore[reportAttributeAccessIssue]
     else:
@@ -82,7 +87,7 @@ class Step(Protocol):
 
 
 def build_step(
-    model: nn.Module, config: TrainConfig, inputs: Inputs, world: World, set_phase: SetPhase
+    model: Transformer, config: TrainConfig, inputs: Inputs, world: World, set_phase: SetPhase
 ) -> Step:
     """The step that suits the device and the flags: one CUDA graph, or launched op by op.
 
@@ -96,17 +101,25 @@ def build_step(
     return EagerStep(model, config, world, set_phase)
 
 
+def build_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with PyTorch's defaults (Loshchilov and Hutter 2019); compiled where the blocks are.
+
+    Under CPU offload the update runs on the host, where compiling it gains nothing.
+    """
+    rate, on_gpu = config.learning_rate, next(model.parameters()).is_cuda
+    if config.compile and config.fused_optimizer and on_gpu:
+        return CompiledAdamW([model.embedding, *model.blocks, model.head], rate)
+    return torch.optim.AdamW(model.parameters(), lr=rate, fused=config.fused_optimizer)
+
+
 class EagerStep:
     """A step whose kernels the CPU launches one by one."""
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, world: World, set_phase: SetPhase
+        self, model: Transformer, config: TrainConfig, world: World, set_phase: SetPhase
     ) -> None:
         self.model, self.config, self.world, self.set_phase = model, config, world, set_phase
-        # AdamW with PyTorch's defaults (Loshchilov and Hutter 2019).
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.learning_rate, fused=config.fused_optimizer
-        )
+        self.optimizer = build_optimizer(model, config)
 
     def __call__(
         self, tokens_RT: Tensor, labels_RT: Tensor, *, loss_scale: float, rate: float
@@ -141,7 +154,7 @@ class GraphedStep(EagerStep):
     """
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, world: World, set_phase: SetPhase
+        self, model: Transformer, config: TrainConfig, world: World, set_phase: SetPhase
     ) -> None:
         super().__init__(model, config, world, set_phase)
         device = world.device

@@ -88,8 +88,8 @@ def train(model: Transformer, job: Job) -> None:
         bar = stack.enter_context(progress_bar(config, world))
         profiler = stack.enter_context(contextlib.closing(Profiler(config, world)))
         for step in range(1, config.training_steps + 1):
-            watch.phase = "data"
-            rows = next(loader)
+            with job.phase("data"):
+                rows = next(loader)
             # The only sum that the host waits for, before the forward: the GPU has work meanwhile.
             num_tokens, stop = world.sum_host([rows.num_training_tokens, watch.stop_requested])
             if stop:

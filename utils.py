@@ -5,6 +5,7 @@ import platform
 import random
 import resource
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +58,17 @@ def peak_memory_gib(device: torch.device) -> tuple[float, float]:
         return stats[0] / GIB, stats[1] / GIB
     resident_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # KiB on Linux
     return resident_gib, resident_gib
+
+
+def compilations() -> tuple[float, int]:
+    """Seconds that this process spent compiling, and the number of graphs that it compiled."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes a second
+        return 0.0, 0
+    from torch._dynamo.utils import compile_times, counters
+
+    names, seconds = compile_times(repr="csv")
+    spent = dict(zip(names, seconds, strict=True)).get("_compile.compile_inner", "0")
+    return sum(map(float, str(spent).split(","))), counters["stats"]["unique_graphs"]
 
 
 def versions() -> dict[str, str | None]:

@@ -11,14 +11,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Documentation is not held against anybody: docstrings, comments and blank lines are not counted.
-MAX_LINES_OF_CODE = 3300
+MAX_LINES_OF_CODE = 3400
 MAX_LINES_FUNCTION = 60
 MAX_LINES_DIFFERENT = 12
 
 # What each room may import: rooms, then packages, beside the standard library. A room may only
 # import rooms that stand above it.
 LOG_ROOMS = "run_log model_config hardware"
-CORE_ROOMS = f"{LOG_ROOMS} cli memory utils loss weights model dataset distributed checkpoint"
+CORE_ROOMS = (
+    f"{LOG_ROOMS} cli memory utils loss weights model optimizer dataset distributed checkpoint"
+)
 TRAINING_ROOMS = f"{CORE_ROOMS} train_config job step"
 ROOMS: dict[str, tuple[str, str]] = {
     "run_log": ("", ""),
@@ -30,6 +32,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "loss": ("", "torch"),
     "weights": ("", "torch"),
     "model": ("model_config loss", "torch"),
+    "optimizer": ("", "torch"),
     "dataset": ("", "torch numpy pyarrow tokenizers tiktoken mistral_common transformers"),
     "distributed": ("model utils", "torch"),
     "checkpoint": ("utils distributed", "torch"),
