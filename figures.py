@@ -74,11 +74,10 @@ def core_runs(published: Path) -> str:
     )
     runs = sorted(runs, key=lambda run: (facts(run).num_parameters, facts(run).fsdp, run.path))
     table = markdown_table(header.split(" | "), [_core_row(run, published) for run in runs])
-    devices = sorted({f"{facts(run).device}, torch {facts(run).torch_version}" for run in runs})
     compiled = sorted({"compiled" if facts(run).compiled else "not compiled" for run in runs})
     return (
         "### What the training scripts do on one GPU\n\n"
-        f"{'; '.join(devices)}; {', '.join(compiled)}. These runs check one script against the"
+        f"{_devices(runs)}; {', '.join(compiled)}. These runs check one script against the"
         " other; the speed of the defaults stands below. FSDP on one rank shards nothing and still"
         " gathers, copies and reduces. Tokens/s are the median over the log lines after step"
         f" {SKIP_STEPS};"
@@ -118,15 +117,17 @@ def bench_table(folder: Path) -> str:
         return ""
     ceiling = json.loads((folder / "ceiling.json").read_text())
     header = (
-        "model | batch | tokens/s | spread (%) | MFU (%) | of the ceiling (%) | peak GiB | status"
-        " | log"
+        "model | batch | tokens/s | spread (%) | MFU (%) | of the ceiling (%) | peak GiB"
+        " | compiling (s) | status | log"
     )
     runs.sort(key=lambda run: (facts(run).strategy, facts(run).factor, facts(run).batch_size))
     return (
         f"{ceiling['device']}, torch {ceiling['torch']}, bf16, sequence 4096, the defaults of"
         " train.py; n = 3 windows of one run, median and spread. A bf16 matmul of"
         f" {ceiling['size']:,}² sustained {ceiling['tflops']:.0f} TFLOP/s there"
-        f" ({ceiling['lowest']:.0f} to {ceiling['highest']:.0f}): the ceiling.\n\n"
+        f" ({ceiling['lowest']:.0f} to {ceiling['highest']:.0f}): the ceiling. Compiling comes"
+        " before the end of the first step; what was compiled for an earlier run is not compiled"
+        " again.\n\n"
         + markdown_table(header.split(" | "), [_bench_row(run, ceiling["tflops"]) for run in runs])
     )
 
@@ -148,6 +149,7 @@ def _bench_row(run: RunLog, ceiling_tflops: float) -> list[str]:
         _number(mfu, ".1f"),
         _number(100 * tflops / ceiling_tflops, ".1f"),
         _number(how.peak_gib, ".1f"),
+        _number((run.end or {}).get("seconds", {}).get("compile"), ".1f"),
         what.status.replace("_", " "),
         run.path.name,
     ]
@@ -182,6 +184,8 @@ def _parity_name(run: RunLog) -> str:
         name += f" × {what.grad_accumulation_steps} accumulated"
     if what.replicas > 1:
         name += f", {what.replicas} replicas"
+    if not config["compile"] and (run.run or {}).get("device_type") == "cuda":
+        name += ", not compiled"
     if what.activation_checkpointing != "none":
         name += f", {what.activation_checkpointing} checkpointing"
     changed = {"cpu_offload": True, "reshard_after_forward": False, "packing": False}
@@ -199,10 +203,55 @@ def parity_table(folder: Path) -> str:
 
 
 def parity(published: Path) -> str:
-    """FSDP against training without it on CPU ranks, then the same command on planted faults."""
+    """FSDP against training without it: on CPU ranks, with planted faults, and on a GPU."""
     table = parity_table(published / "cpu" / "parity")
     if not table:
         return ""
+    return (
+        "### Is FSDP correct?\n\n"
+        f"{_parity_sentence(published)} A run is compared with three or more runs without FSDP"
+        " that differ only in the order of their sums (8 micro-batches of 1 row, 4 of 2, 2 of 4):"
+        " what those differ by is the floor, and FSDP is equal when no difference of loss, grad"
+        " norm or final weights, at any step, exceeds 4 floors. First column: ranks × rows.\n\n"
+        f"{_gpu_parity(published)}"
+        "On the CPU (`make parity`): 30 steps, some of them clipped, small vocabulary.\n\n"
+        f"{table}\n\n"
+        "The same judgement on two ranks, without and with faults planted"
+        " (`python tests/fault_series.py FOLDER`):\n\n" + _fault_table(published)
+    )
+
+
+def _parity_sentence(published: Path) -> str:
+    folders = (published / "cpu" / "parity", published / "h200" / "parity")
+    verdicts = [found.verdict for folder in folders for _, found in parity_comparisons(folder)]
+    num_equal = verdicts.count("equal")
+    return f"**{num_equal} of {len(verdicts)} ways of running FSDP are equal to no FSDP.**"
+
+
+def _gpu_parity(published: Path) -> str:
+    folder = published / "h200" / "parity"
+    table = parity_table(folder)
+    if not table:
+        return ""
+    runs, _ = load_runs(folder)
+    moved = [
+        f"{100 * run.end['digest']['moved_share']:.0f} % of the weights of {_parity_name(run)}"
+        for run in runs
+        if facts(run).fsdp and run.end and facts(run).model_dtype == "bf16"
+    ]
+    return (
+        f"On {_devices(runs)} (`python benchmarks/parity_series.py --where one-gpu`): 30 steps,"
+        f" real vocabulary, global batch 8. In bf16 the 30 steps moved {', '.join(moved)}: an"
+        " embedding of standard deviation 1 hardly moves in steps that bf16 can show.\n\n"
+        f"{table}\n\n"
+    )
+
+
+def _devices(runs: Sequence[RunLog]) -> str:
+    return "; ".join(sorted({f"{facts(r).device}, torch {facts(r).torch_version}" for r in runs}))
+
+
+def _fault_table(published: Path) -> str:
     runs, _ = load_runs(published / "cpu" / "faults")
     references = [run for run in runs if not facts(run).fsdp]
     faults = [
@@ -213,18 +262,7 @@ def parity(published: Path) -> str:
         for run in sorted(runs, key=lambda run: run.path)
         if facts(run).fsdp
     ]
-    return (
-        "### Is FSDP correct?\n\n"
-        "FSDP on the CPU against three runs without it that differ only in the order of their sums"
-        " (8 micro-batches of 1 row, 4 of 2, 2 of 4); 30 steps, some of them clipped, small"
-        " vocabulary (`make parity`). A floor is what those runs differ by; FSDP is equal when no"
-        " difference of loss, grad norm or final weights exceeds 4 floors."
-        " First column: ranks × rows.\n\n"
-        f"{table}\n\n"
-        "The same judgement on two ranks, without and with faults planted"
-        " (`python tests/fault_series.py FOLDER`):\n\n"
-        + "\n".join([TABLE_HEAD.replace("configuration", "fault"), *faults])
-    )
+    return "\n".join([TABLE_HEAD.replace("configuration", "fault"), *faults])
 
 
 def _number(value: float | None, form: str) -> str:

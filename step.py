@@ -13,7 +13,7 @@ from train_config import Inputs, TrainConfig
 
 # Below this much arithmetic a micro-batch ends before the CPU has launched its kernels: about half
 # of it took as long to launch as to compute on an H200.
-LAUNCH_BOUND_FLOPS = 5e13
+LAUNCH_BOUND_FLOPS = 1.5e14
 # Steps before a capture: kernels get compiled and tuned, the optimizer makes its state.
 STEPS_BEFORE_CAPTURE = 3
 

@@ -79,8 +79,8 @@ def train(model: Transformer, job: Job) -> None:
     config, world, watch = job.config, job.world, job.watch
     take_step = build_step(model, config, job.inputs, world, watch.set_phase)
     meter = Meter(job)
-    first_bad_step = torch.full((), float("inf"), device=world.device)
-    zero = torch.zeros((), device=world.device)
+    never = torch.full((), float("inf"), device=world.device)
+    zero, this_step, first_bad_step = torch.zeros_like(never), never.clone(), never.clone()
     with contextlib.ExitStack() as stack:
         stack.enter_context(attention_kernels(world.device))
         stack.enter_context(chosen_collections())
@@ -105,7 +105,8 @@ def train(model: Transformer, job: Job) -> None:
                     loss_scale=world.size / num_tokens,
                     rate=rate,
                 )
-            bad_step = torch.where(loss_sum.isfinite(), float("inf"), float(step))
+            # Filled, not made: a number of the host's in torch.where would wait for the GPU.
+            bad_step = torch.where(loss_sum.isfinite(), never, this_step.fill_(step))
             first_bad_step = torch.minimum(first_bad_step, bad_step)
             meter.add(num_tokens)
             if is_logged(step, config):

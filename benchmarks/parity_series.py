@@ -53,11 +53,11 @@ CPU_FLAGS = (
     "--tokenizer-name-or-path tests/data/tokenizer.json --sequence-length 64 --training-steps 30 "
     "--learning-rate 3e-4 --lr-warmup-steps 10 --logging-frequency 1 --num-workers 0"
 )
-GPU_FLAGS = "--training-steps 30 --logging-frequency 1 --activation-checkpointing full"
+GPU_FLAGS = "--training-steps 30 --logging-frequency 1"
 ONE_RANK = {"1 rank": (1, "--batch-size 4 --grad-accumulation-steps 2")}
-# In bf16 a learning rate that moves most weights within 30 steps (2e-4) makes the first steps
-# chaotic: runs that differ only in the order of their sums part by more than the loss falls.
-CALM = "--sequence-length 1024 --learning-rate 2e-5"
+# A learning rate that moves most weights within 30 steps even where they are bf16.
+BF16_FLAGS = f"{GPU_FLAGS} --sequence-length 1024 --learning-rate 1e-3"
+FULL, SELECTIVE = "--activation-checkpointing full", "--activation-checkpointing selective"
 SERIES = {
     "cpu": (
         Group(
@@ -88,21 +88,23 @@ SERIES = {
         ),
     ),
     "one-gpu": (
-        Group(
-            "all 8 bf16",
-            f"{GPU_FLAGS} --scaling-factor 8 {CALM}",
-            ONE_RANK,
-        ),
+        Group("all 8 bf16", f"{BF16_FLAGS} {FULL} --scaling-factor 8", ONE_RANK),
+        Group("n_layers 1 bf16", f"{BF16_FLAGS} {FULL} --scaling-strategy n_layers", ONE_RANK),
         Group(
             "all 8 fp32",
-            f"{GPU_FLAGS} --scaling-factor 8 --sequence-length 256 --learning-rate 2e-4"
+            f"{GPU_FLAGS} {FULL} --scaling-factor 8 --sequence-length 128 --learning-rate 2e-4"
             " --model-dtype fp32 --compute-dtype fp32",
             {"1 rank": (1, "--batch-size 1 --grad-accumulation-steps 8")},
         ),
         Group(
-            "n_layers 1 bf16",
-            f"{GPU_FLAGS} --scaling-strategy n_layers {CALM}",
-            ONE_RANK,
+            "all 2 bf16",
+            f"{BF16_FLAGS} --scaling-factor 2",
+            {
+                "compiled": (1, "--batch-size 4 --grad-accumulation-steps 2"),
+                "compiled selective": (1, f"--batch-size 8 {SELECTIVE}"),
+                "compiled full": (1, f"--batch-size 8 {FULL}"),
+                "selective": (1, f"--batch-size 8 --no-compile {SELECTIVE}"),
+            },
         ),
     ),
 }

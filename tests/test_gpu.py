@@ -1,0 +1,99 @@
+"""What only a GPU can show: graphs, compiled kernels, and that the host never waits for it."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import job
+from distributed import single_world
+from optimizer import CompiledAdamW
+from run_log import RunLog, read_run
+from step import clipped_update
+from train_config import TrainConfig, open_inputs
+from trainer import build_model, materialize, running_job, train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+CONFIG = TrainConfig(
+    tokenizer_name_or_path="tests/data/tokenizer.json",
+    sequence_length=256,
+    batch_size=2,
+    training_steps=12,
+    learning_rate=1e-3,
+    logging_frequency=6,
+    collective_timeout_s=600,
+)
+
+
+def run(tmp_path: Path, **changes: object) -> RunLog:
+    """The log of one run in this process."""
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.out"
+    config = dataclasses.replace(CONFIG, log_file=path, **changes)
+    inputs = open_inputs(config)
+    with single_world() as world, running_job(config, inputs, world) as job:
+        model = build_model(config, inputs)
+        materialize(model, config, world)
+        train(model, job)
+    return read_run(path)
+
+
+def test_the_host_waits_at_log_steps_only(tmp_path: Path, monkeypatch) -> None:
+    # Everything that waits for the GPU raises, except while a line is being logged.
+    log = job.Meter.log
+
+    def allowed(*arguments: object) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        log(*arguments)  # type: ignore[arg-type]
+        torch.cuda.set_sync_debug_mode("error" if arguments[1] == 6 else "default")
+
+    monkeypatch.setattr(job.Meter, "log", allowed)
+    for graph in ("off", "on"):
+        found = run(tmp_path, cuda_graph=graph)
+        assert found.status == "completed", found.end
+
+
+def test_graphs_compilation_and_checkpointing_change_no_loss(tmp_path: Path) -> None:
+    losses = {}
+    for name, changes in {
+        "plain": {"compile": False, "cuda_graph": "off"},
+        "compiled": {"cuda_graph": "off"},
+        "graph": {"cuda_graph": "on"},
+        "graph, selective": {"cuda_graph": "on", "activation_checkpointing": "selective"},
+        "selective": {"cuda_graph": "off", "activation_checkpointing": "selective"},
+        "full": {"cuda_graph": "off", "activation_checkpointing": "full"},
+        "not compiled, selective": {"compile": False, "activation_checkpointing": "selective"},
+    }.items():
+        torch._dynamo.reset()
+        found = run(tmp_path, compute_dtype="fp32", model_dtype="fp32", **changes)
+        assert found.end is not None and found.end["compiled_after_first_step"] == 0
+        losses[name] = torch.tensor([step.loss for step in found.steps])
+    assert losses["plain"][0] - losses["plain"][-1] > 0.5
+    for name, values in losses.items():
+        torch.testing.assert_close(values, losses["plain"], rtol=2e-5, atol=0, msg=name)
+
+
+def test_compiled_adamw_equals_the_fused_one_on_large_weights() -> None:
+    torch._dynamo.reset()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(torch.nn.Linear(1024, 4096, device="cuda", dtype=torch.bfloat16))
+    ours = CompiledAdamW([models[0]], lr=1e-3)
+    theirs = torch.optim.AdamW(models[1].parameters(), lr=1e-3, fused=True)
+    for _ in range(10):
+        gradients = [torch.randn_like(p) for p in models[0].parameters()]
+        for parameter, gradient in zip(models[1].parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        clipped_update(ours, gradients, torch.tensor(2.0, device="cuda"))
+        clipped_update(theirs, gradients, torch.tensor(2.0, device="cuda"))
+    for mine, their in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        different = (mine != their).float().mean().item()
+        assert different < 0.01  # roundings of the last bit
+        torch.testing.assert_close(mine, their, rtol=2e-2, atol=1e-4)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-q"]))
