@@ -385,8 +385,11 @@ def _judge(
     if decimals < LOSS_DECIMALS:
         digit = f"{10.0**-decimals:.{decimals}f}"
         return "cannot tell", f"a log prints {decimals} decimals: nothing below {digit} can be seen"
-    if any(run.run is None for run in runs):
-        return "cannot tell", "a log has no Run record: seed, data and global batch are unknown"
+    for run in runs:
+        missing = [place for place in PARITY_FIELDS.split() if field_of(run, place) is None]
+        if run.run is None or missing:
+            words = ", ".join(map(label_of, missing[:3])) + ", …" * (len(missing) > 3)
+            return "cannot tell", f"{run.path} has no Run record that says {words}"
     for kind, gaps in kinds.items():
         if not gaps:
             return "cannot tell", f"not all logs have the {kind} (after the same steps)"

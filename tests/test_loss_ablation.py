@@ -5,6 +5,7 @@ import copy
 import io
 import itertools
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -355,7 +356,9 @@ def test_a_digest_without_numbers_is_not_equal(tmp_path: Path, wrong_side: str) 
     assert judge([ours], [theirs]).verdict == "not equal"
 
 
-@pytest.mark.parametrize("lacking", ["end", "digest", "same steps", "grad norm"])
+@pytest.mark.parametrize(
+    "lacking", ["end", "digest", "same steps", "grad norm", "run record", "one field"]
+)
 def test_what_cannot_be_compared_is_not_called_equal(
     lacking: str, tmp_path: Path, references: list[Path]
 ) -> None:
@@ -372,6 +375,10 @@ def test_what_cannot_be_compared_is_not_called_equal(
         text = path.read_text()
         path.write_text("".join(line.split(" | Grad norm")[0].rstrip("\n") + "\n"
                                 for line in text.splitlines()))  # fmt: skip
+    elif lacking == "run record":
+        path.write_text(re.sub(r"Run: .*", "Run: {}", path.read_text()))
+    elif lacking == "one field":
+        path.write_text(path.read_text().replace('"set_seed"', '"seed_of_old"'))
     comparison = judge([path], references)
     assert (comparison.verdict, comparison.exit_status) == ("cannot tell", 4)
 
