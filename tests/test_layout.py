@@ -24,6 +24,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "run_log": ("", ""),
     "model_config": ("", ""),
     "hardware": ("", ""),
+    "breakdown": ("", ""),
     "cli": ("", "tyro"),
     "memory": ("model_config cli", "tyro"),
     "utils": ("", "torch numpy"),
@@ -34,7 +35,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "distributed": ("model utils", "torch"),
     "checkpoint": ("utils distributed", "torch"),
     "train_config": (CORE_ROOMS, "torch"),
-    "job": (f"{CORE_ROOMS} train_config", "torch"),
+    "job": (f"{CORE_ROOMS} train_config breakdown", "torch"),
     "step": (f"{CORE_ROOMS} train_config", "torch"),
     "trainer": (TRAINING_ROOMS, "torch tqdm"),
     "train": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
@@ -43,7 +44,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "analysis": (LOG_ROOMS, "numpy pandas"),
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
-    "plots": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
+    "plots": (f"{LOG_ROOMS} breakdown cli analysis", "numpy pandas seaborn matplotlib tyro"),
     "figures": (f"{LOG_ROOMS} cli memory analysis parity", "numpy pandas"),
 }
 NO_TORCH = [room for room, (_, packages) in ROOMS.items() if "torch" not in packages.split()]
