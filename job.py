@@ -28,6 +28,7 @@ from run_log import SCHEMA_VERSION, LogWriter, StepRecord
 from train_config import Inputs, TrainConfig
 from utils import (
     TORCH_IMPORTED_AT,
+    device_memory_gib,
     device_name,
     peak_memory_gib,
     relative_path,
@@ -113,6 +114,7 @@ def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str,
         "versions": versions(),
         "device": device_name(world.device),
         "device_type": world.device.type,
+        "device_memory_gib": device_memory_gib(world.device),
         "compute_dtype": str(inputs.compute_dtype).removeprefix("torch."),
         "peak_tflops": peak_of(config, world),
         "world_size": world.size,

@@ -44,7 +44,8 @@ ROOMS: dict[str, tuple[str, str]] = {
     "analysis": (LOG_ROOMS, "numpy pandas"),
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
-    "plots": (f"{LOG_ROOMS} breakdown cli analysis", "numpy pandas seaborn matplotlib tyro"),
+    "study": (f"{LOG_ROOMS} analysis", "numpy pandas"),
+    "plots": (f"{LOG_ROOMS} breakdown cli analysis study", "numpy pandas seaborn matplotlib tyro"),
     "figures": (f"{LOG_ROOMS} cli memory analysis parity", "numpy pandas"),
 }
 NO_TORCH = [room for room, (_, packages) in ROOMS.items() if "torch" not in packages.split()]
