@@ -104,6 +104,8 @@ def main(config: PlotsConfig) -> None:
     config.output_dir.mkdir(parents=True, exist_ok=True)
     (config.output_dir / "results.csv").write_text(results_csv(frame), encoding="utf-8")
     notes = [*table_notes(frame, config), *(f"left out: {line}" for line in left_out)]
+    if not lines:
+        notes.append("no figure: no run has a step to average, or was out of memory")
     text = results_table(frame) + "\n\n" + "".join(f"- {note}\n" for note in notes)
     (config.output_dir / "results.md").write_text(text, encoding="utf-8")
     draw_all(lines, runs, config.output_dir)
@@ -142,13 +144,13 @@ def _row(row: Any) -> list[str]:
     def text(value: Any) -> str:
         return "not logged" if pd.isna(value) else str(value)
 
+    ending = "yes" if row.status == "completed" else f"no: {row.status.replace('_', ' ')}"
     quartiles = (row.tokens_per_s_p25, row.tokens_per_s_p75)
     steps = f"{row.num_steps} ({row.first_step:.0f} to {row.last_step:.0f})"
     return [
         str(row.gpus), "not logged" if pd.isna(row.nodes) else f"{row.nodes:.0f}",
-        str(row.factor), f"{row.num_parameters:,}", row.log,
-        "yes" if row.status == "completed" else f"no: {row.status.replace('_', ' ')}",
-        f"`{row.strategy}`", "yes" if row.fsdp else "no", f"{row.batch_size} × {row.sequence_length}",
+        str(row.factor), f"{row.num_parameters:,}", row.log, ending, f"`{row.strategy}`",
+        "yes" if row.fsdp else "no", f"{row.batch_size} × {row.sequence_length}",
         text(row.model_dtype), text(row.activation_checkpointing), text(row.compiled).lower(),
         steps if row.num_steps else "0", format_number(row.tokens_per_s_median, ",.0f"),
         " to ".join(format_number(value, ",.0f") for value in quartiles),
@@ -173,7 +175,7 @@ def table_notes(frame: pd.DataFrame, config: PlotsConfig) -> list[str]:
             shown, other = "as logged", "from-config"
         notes.append(
             f"in {len(wrong)} logs MFU is {wrong.min():.2f} to {wrong.max():.2f} times what they"
-            " say: they counted the parameters of one rank's shard; figures show it"
+            " say (older logs counted the parameters of one rank's shard); figures show it"
             f" {shown}, and --mfu {other} the other"
         )
     if unknown := sorted(set(frame.loc[frame["peak_tflops"].isna(), "device"].dropna())):
@@ -189,6 +191,9 @@ def draw_all(lines: Sequence[Line], runs: Sequence[RunLog], folder: Path) -> Non
     looks = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
     looks |= {"grid.alpha": 0.35, "svg.hashsalt": "plots"}
     sns.set_theme(context="notebook", style="ticks", font_scale=0.95, rc=looks)
+    save(draw_breakdown(runs), folder / "breakdown")
+    if not lines:
+        return
     for name in LABELS:
         figure = plt.figure(figsize=(10, 5.6), layout="constrained")
         draw_panel(figure, figure.add_gridspec(1, 1)[0], name, lines)
@@ -200,7 +205,6 @@ def draw_all(lines: Sequence[Line], runs: Sequence[RunLog], folder: Path) -> Non
         draw_panel(figure, grid[number], name, lines)
     finish(figure, lines, READING)
     save(figure, folder / "training_metrics_comparison")
-    save(draw_breakdown(runs), folder / "breakdown")
 
 
 def draw_panel(figure: Figure, spec: SubplotSpec, name: str, lines: Sequence[Line]) -> None:
@@ -342,7 +346,9 @@ def finish(figure: Figure, lines: Sequence[Line], reading: str) -> None:
         variant_of({f: v}, [f]) for f, values in shared.items() for v in values if len(values) == 1
     ]
     caption = textwrap.fill(f"{'; '.join(facts_of_all)}. {reading}", 120, break_on_hyphens=False)
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=9, color="0.35")
+    figure.text(0.01, 0.01, caption, fontsize=9, color="0.35")
+    bottom = 0.45 / figure.get_figheight()  # two lines of caption
+    figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom))
 
 
 def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
@@ -400,6 +406,10 @@ def quiet_step_s(run: RunLog) -> float | None:
 
 def save(figure: Figure, path: Path) -> None:
     """As PNG and SVG, whose bytes depend on the data only."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:  # the layout is solved up to a last digit that varies
+        axes.set_position(tuple(np.round(axes.get_position().bounds, 4)))
     figure.savefig(path.with_suffix(".png"), dpi=160, metadata={"Software": None})
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
     plt.close(figure)

@@ -147,7 +147,8 @@ def telling_settings(own: Sequence[dict[str, Any]], names: Sequence[str]) -> lis
 
     def values(field: str, name: str | None) -> set[str]:
         found = {repr(o.get(field)) for o, n in zip(own, names, strict=True) if name in (None, n)}
-        return found if name else found - {"None"}
+        # A peak that is not known is that of another device, which has a name.
+        return found if name and field != "peak_tflops" else found - {"None"}
 
     return [f for f in fields if any(len(values(f, name)) > 1 for name in (None, *names))]
 
