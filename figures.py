@@ -23,6 +23,7 @@ from analysis import (
     mean_metrics,
 )
 from cli import parse_flags, refuse
+from comparison import scaling_section
 from model_config import ScalingStrategy, build_config, count_params
 from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
 from run_log import RunLog
@@ -232,6 +233,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "core-runs": core_runs,
     "parity": parity,
     "model-sizes": model_sizes,
+    "scaling": scaling_section,
 }
 
 

@@ -7,7 +7,6 @@ SVG. A colour is a configuration (GPUs, FSDP or not); a marker is whatever else 
 runs: such runs never share a line. Repeats of one configuration are pooled, and counted (n=).
 """
 
-import statistics
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -42,6 +41,7 @@ from study import (
     Line,
     configuration_of,
     drawn_points,
+    quiet_step_s,
     rows_of,
     settings_of,
     split_lines,
@@ -390,18 +390,6 @@ def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
         figure.legend(handles[: len(KINDS)], kinds[: len(KINDS)], loc="outside lower left",
                       ncols=4, frameon=False, fontsize=10)  # fmt: skip
     return figure
-
-
-def quiet_step_s(run: RunLog) -> float | None:
-    """Median seconds of a step over the log lines that hold no profiled step; None without any."""
-    record, times, last = run.breakdowns[-1], [], 0
-    profile_end = record["first_step"] + record["num_steps"] - 1
-    for step in run.steps:
-        is_quiet = step.step < record["first_step"] or last > profile_end
-        if step.step > 1 and is_quiet and step.step_s:
-            times.append(step.step_s)
-        last = step.step
-    return statistics.median(times) if times else None
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -5,6 +5,7 @@ tells them apart; repeats of one configuration are pooled and counted.
 """
 
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import pool
+from run_log import RunLog
 
 OUT_OF_MEMORY = "out_of_memory"
 # What is no line's own, or makes its colour; all other settings of a run split lines.
@@ -165,3 +167,15 @@ def variant_of(own: dict[str, Any], telling: Iterable[str]) -> str:
         else:
             words.append(WORDS.get(field, f"{name} {{}}").format(value))
     return ", ".join(words)
+
+
+def quiet_step_s(run: RunLog) -> float | None:
+    """Median seconds of a step over the log lines that hold no profiled step; None without any."""
+    record, times, last = run.breakdowns[-1], [], 0
+    profile_end = record["first_step"] + record["num_steps"] - 1
+    for step in run.steps:
+        is_quiet = step.step < record["first_step"] or last > profile_end
+        if step.step > 1 and is_quiet and step.step_s:
+            times.append(step.step_s)
+        last = step.step
+    return statistics.median(times) if times else None

@@ -19,9 +19,9 @@ import plots
 from analysis import load_runs, table
 from breakdown import KINDS
 from model_config import build_config, flops_per_token
-from plots import FOUR, LABELS, PlotsConfig, main, quiet_step_s, results_csv, study
+from plots import FOUR, LABELS, PlotsConfig, main, results_csv, study
 from run_log import LogWriter, StepRecord, format_step, read_run
-from study import drawn_points, split_lines
+from study import drawn_points, quiet_step_s, split_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED_LOGS = ROOT.parent / "shared" / "seed_logs"
