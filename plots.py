@@ -53,6 +53,7 @@ MARKERS, DASHES = "osD^vP<>Xh", ("-", "--", ":", "-.")
 # Settings that a caption names where all runs share them.
 CAPTION_FIELDS = ("device", "torch_version", "model_dtype", "compute_dtype", "sequence_length",
                   "batch_size", "activation_checkpointing", "compiled")  # fmt: skip
+MAX_VARIANTS = 10  # in a legend
 MFU_TOLERANCE = 0.02
 CLOSE = 1.25  # sizes nearer than this factor have no room for two labels
 FOUR = ("tokens_per_sec", "training_tokens_pct", "mfu", "tflops")
@@ -104,6 +105,11 @@ def main(config: PlotsConfig) -> None:
     config.output_dir.mkdir(parents=True, exist_ok=True)
     (config.output_dir / "results.csv").write_text(results_csv(frame), encoding="utf-8")
     notes = [*table_notes(frame, config), *(f"left out: {line}" for line in left_out)]
+    if (num_variants := len({line.variant for line in lines})) > MAX_VARIANTS:
+        notes.append(
+            f"{num_variants} ways of running beside GPUs and FSDP: more than a figure can tell"
+            " apart; give the folder of one study to --logs"
+        )
     if not lines:
         notes.append("no figure: no run has a step to average, or was out of memory")
     text = results_table(frame) + "\n\n" + "".join(f"- {note}\n" for note in notes)
@@ -182,7 +188,7 @@ def table_notes(frame: pd.DataFrame, config: PlotsConfig) -> list[str]:
         notes.append(f"MFU is n/a: no peak is known for {', '.join(unknown)}")
     for column in ("commit", "torch_version"):
         if len(names := sorted(set(frame[column].dropna()))) > 1:
-            notes.append(f"runs of several {column.split('_')[0]}s: {', '.join(names)}")
+            notes.append(f"several {column.replace('_', ' ')}s: {', '.join(names)}")
     return notes
 
 
@@ -328,9 +334,12 @@ def finish(figure: Figure, lines: Sequence[Line], reading: str) -> None:
     if len(shapes := {line.variant: style(line)[1:] for line in lines}) > 1:
         handles += [
             Line2D([], [], color="0.3", marker=marker, linestyle=dash,
-                   label=textwrap.fill(variant or "otherwise", 28))
-            for variant, (marker, dash) in shapes.items()
+                   label=textwrap.fill(variant or "otherwise", 32, max_lines=2, placeholder=" …"))
+            for variant, (marker, dash) in list(shapes.items())[:MAX_VARIANTS]
         ]  # fmt: skip
+    if len(shapes) > MAX_VARIANTS:
+        text = f"and {len(shapes) - MAX_VARIANTS} others: too many\nfor a figure (see results.md)"
+        handles.append(Line2D([], [], linestyle="", label=text))
     points = pd.concat([line.points for line in lines])
     marks = {"x": ("out of memory", (points["status"] == OUT_OF_MEMORY).any()),
              "o": ("cut short (killed, failed …)", points["cut_short"].any())}  # fmt: skip
@@ -345,9 +354,11 @@ def finish(figure: Figure, lines: Sequence[Line], reading: str) -> None:
     facts_of_all = [
         variant_of({f: v}, [f]) for f, values in shared.items() for v in values if len(values) == 1
     ]
-    caption = textwrap.fill(f"{'; '.join(facts_of_all)}. {reading}", 120, break_on_hyphens=False)
+    caption = textwrap.fill(
+        ". ".join(filter(None, ["; ".join(facts_of_all), reading])), 120, break_on_hyphens=False
+    )
     figure.text(0.01, 0.01, caption, fontsize=9, color="0.35")
-    bottom = 0.45 / figure.get_figheight()  # two lines of caption
+    bottom = (0.15 + 0.16 * len(caption.splitlines())) / figure.get_figheight()
     figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom))
 
 
