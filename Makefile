@@ -23,7 +23,11 @@ test: $(DEV_INSTALLED) ## The test suite
 
 ##@ Results
 .PHONY: figures
-figures: $(INSTALLED) ## Rewrite README's tables from the logs in logs/published/
+figures: $(INSTALLED) ## Rewrite README's tables, and the figures, from the logs in logs/published/
+	@for study in logs/published/*/scaling; do \
+	  [ ! -d "$$study" ] || $(PY) plots.py --logs "$$study" \
+	    --output-dir "plots/published/$$(basename "$$(dirname "$$study")")"; \
+	done
 	$(PY) figures.py
 
 .PHONY: parity

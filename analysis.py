@@ -73,12 +73,16 @@ class Metrics:
     tokens_per_s_p25: float | None
     tokens_per_s_p75: float | None
     training_tokens_pct: float | None
+    training_tokens_pct_median: float | None
+    training_tokens_pct_p25: float | None
+    training_tokens_pct_p75: float | None
     mfu_pct: float | None
     tflops: float | None
     mfu_pct_as_logged: float | None
     tflops_as_logged: float | None
     peak_gib: float | None
     peak_reserved_gib: float | None
+    device_memory_gib: float | None  # all that the GPU has
 
 
 _FACTS = tuple(RunFacts.__dataclass_fields__)
@@ -190,7 +194,11 @@ def mean_metrics(run: RunLog, *, skip_steps: int | None = None) -> Metrics:
         return round(statistics.fmean(found), 6) if (found := values(name)) else None
 
     speed, speeds = mean("tokens_per_s"), values("tokens_per_s")
-    p25, median, p75 = np.percentile(speeds, (25, 50, 75)).tolist() if speeds else (None,) * 3
+    shares = values("training_tokens_pct")
+    (p25, median, p75), (share_p25, share_median, share_p75) = (
+        np.percentile(found, (25, 50, 75)).tolist() if found else (None,) * 3
+        for found in (speeds, shares)
+    )
     try:
         what = facts(run)
         flops, peak = what.flops_per_token, what.peak_tflops
@@ -204,10 +212,13 @@ def mean_metrics(run: RunLog, *, skip_steps: int | None = None) -> Metrics:
         tokens_per_s=speed, tokens_per_s_median=median,
         tokens_per_s_p25=p25, tokens_per_s_p75=p75,
         training_tokens_pct=mean("training_tokens_pct"),
+        training_tokens_pct_median=share_median,
+        training_tokens_pct_p25=share_p25, training_tokens_pct_p75=share_p75,
         mfu_pct=100 * tflops / peak if tflops is not None and peak else None, tflops=tflops,
         mfu_pct_as_logged=mean("mfu_pct"), tflops_as_logged=mean("tflops"),
         peak_gib=_peak_memory(run, "peak_gib"),
         peak_reserved_gib=_peak_memory(run, "peak_reserved_gib"),
+        device_memory_gib=(run.run or {}).get("device_memory_gib"),
     )  # fmt: skip
 
 
@@ -251,7 +262,8 @@ def pool(frame: pd.DataFrame) -> pd.DataFrame:
     Runs with another status (out of memory, killed) are not pooled with completed ones.
     """
     metrics = {name: (name, "mean") for name in _METRICS}
-    metrics |= {name: (name, "max") for name in ("last_step", "peak_gib", "peak_reserved_gib")}
+    largest = ("last_step", "peak_gib", "peak_reserved_gib", "device_memory_gib")
+    metrics |= {name: (name, "max") for name in largest}
     metrics |= {"num_steps": ("num_steps", "sum"), "first_step": ("first_step", "min")}
     joined = {name: (name, _join) for name in _PROVENANCE}
     groups = frame.groupby(list(CONFIGURATION), dropna=False, sort=False)
@@ -266,3 +278,16 @@ def pool(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _join(values: pd.Series) -> str:
     return ", ".join(dict.fromkeys(values.dropna()))
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; columns are aligned right where every cell of theirs begins with a digit."""
+    columns = zip(*rows, strict=True)
+    rules = ["--:" if all(cell[:1].isdigit() for cell in column) else "---" for column in columns]
+    lines = [header, rules, *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_number(value: float | None, form: str) -> str:
+    """The number as text; n/a where there is none."""
+    return "n/a" if value is None or np.isnan(value) else format(value, form)

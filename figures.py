@@ -14,8 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis import SKIP_STEPS, facts, load_runs, mean_metrics
+from analysis import (
+    SKIP_STEPS,
+    facts,
+    format_number,
+    load_runs,
+    markdown_table,
+    mean_metrics,
+)
 from cli import parse_flags, refuse
+from comparison import scaling_section
 from model_config import ScalingStrategy, build_config, count_params
 from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
 from run_log import RunLog
@@ -37,14 +45,6 @@ class FiguresConfig:
     """File whose blocks are written."""
     published: Path = Path("logs/published")
     """Folder of the logs that the blocks are made from."""
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; columns are aligned right where every cell of theirs begins with a digit."""
-    columns = zip(*rows, strict=True)
-    rules = ["--:" if all(cell[:1].isdigit() for cell in column) else "---" for column in columns]
-    lines = [header, rules, *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def model_sizes(published: Path) -> str:
@@ -99,9 +99,9 @@ def _core_row(run: RunLog, published: Path) -> list[str]:
         str(what.model_dtype),
         str(run.steps[-1].step if run.steps else 0),
         losses,
-        _number(how.tokens_per_s_median, ",.0f"),
-        _number(how.mfu_pct, ".2f"),
-        _number(how.peak_gib, ".2f"),
+        format_number(how.tokens_per_s_median, ",.0f"),
+        format_number(how.mfu_pct, ".2f"),
+        format_number(how.peak_gib, ".2f"),
         f"[{name.name}](logs/published/{name.as_posix()})",
     ]
 
@@ -144,12 +144,12 @@ def _bench_row(run: RunLog, ceiling_tflops: float) -> list[str]:
     return [
         f"`{what.strategy}` {what.factor}",
         str(what.batch_size),
-        _number(middle or None, ",.0f"),
-        _number(spread, ".1f"),
-        _number(mfu, ".1f"),
-        _number(100 * tflops / ceiling_tflops, ".1f"),
-        _number(how.peak_gib, ".1f"),
-        _number((run.end or {}).get("seconds", {}).get("compile"), ".1f"),
+        format_number(middle or None, ",.0f"),
+        format_number(spread, ".1f"),
+        format_number(mfu, ".1f"),
+        format_number(100 * tflops / ceiling_tflops, ".1f"),
+        format_number(how.peak_gib, ".1f"),
+        format_number((run.end or {}).get("seconds", {}).get("compile"), ".1f"),
         what.status.replace("_", " "),
         run.path.name,
     ]
@@ -265,16 +265,13 @@ def _fault_table(published: Path) -> str:
     return "\n".join([TABLE_HEAD.replace("configuration", "fault"), *faults])
 
 
-def _number(value: float | None, form: str) -> str:
-    return "n/a" if value is None else format(value, form)
-
-
 # Block of README -> what writes it, given the folder of published logs.
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "bench": bench,
     "core-runs": core_runs,
     "parity": parity,
     "model-sizes": model_sizes,
+    "scaling": scaling_section,
 }
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 
+from breakdown import Interval, seconds_by_kind
 from distributed import (
     EXIT_STATUS,
     SLOW_PHASE_S,
@@ -27,6 +29,7 @@ from train_config import Inputs, TrainConfig
 from utils import (
     TORCH_IMPORTED_AT,
     compilations,
+    device_memory_gib,
     device_name,
     peak_memory_gib,
     relative_path,
@@ -116,6 +119,7 @@ def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str,
         "versions": versions(),
         "device": device_name(world.device),
         "device_type": world.device.type,
+        "device_memory_gib": device_memory_gib(world.device),
         "compute_dtype": str(inputs.compute_dtype).removeprefix("torch."),
         "peak_tflops": peak_of(config, world),
         "world_size": world.size,
@@ -229,34 +233,76 @@ class Meter:
 
 
 class Profiler:
-    """A torch.profiler trace of some steps, which are bracketed for nsys as well."""
+    """A trace of some steps, bracketed for nsys as well, and where their time went (rank 0)."""
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
-        self.config, self.world = config, world
+    def __init__(self, job: Job) -> None:
+        self.config, self.world, self.log = job.config, job.world, job.log
         self.trace: torch.profiler.profile | None = None
+        self._num_steps = 0
+        self._clock = 0.0
 
     def before(self, step: int) -> None:
         """Start at the first profiled step."""
         if self.config.profile and step == self.config.profile_step_start:
+            self._synchronize()  # the kernels of earlier steps are not ours
             self.trace = torch.profiler.profile()
             self.trace.start()
             if self.world.device.type == "cuda":
                 torch.cuda.profiler.start()
+            self._clock = time.perf_counter()
 
     def after(self, step: int) -> None:
         """Stop after the last profiled step."""
+        self._num_steps += self.trace is not None
         if step == self.config.profile_step_end:
             self.close()
 
     def close(self) -> None:
-        """Stop and write the trace, if one is being made."""
+        """Stop and write the trace and its ``Breakdown:`` record, if one is being made."""
         if self.trace is None:
             return
+        trace, self.trace = self.trace, None
+        self._synchronize()
+        wall_s = time.perf_counter() - self._clock
+        if self.world.device.type == "cuda":
+            torch.cuda.profiler.stop()
+        trace.stop()
+        self.config.profile_dir.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(
+            str(self.config.profile_dir / f"trace-rank{self.world.rank}.json")
+        )
+        if self.world.rank == 0 and self._num_steps:
+            self.log.record("Breakdown", self._breakdown(trace, wall_s))
+
+    def _breakdown(self, trace: torch.profiler.profile, wall_s: float) -> dict[str, Any]:
+        intervals = profiled_intervals(trace, self.world.device)
+        seconds = seconds_by_kind(intervals, wall_s)
+        total_s, num_steps = sum(seconds.values()), self._num_steps
+        return {
+            "first_step": self.config.profile_step_start,
+            "num_steps": num_steps,
+            "wall_s_per_step": wall_s / num_steps,
+            "num_kernels_per_step": len(intervals) / num_steps,
+            "seconds_per_step": {kind: value / num_steps for kind, value in seconds.items()},
+            "shares": {kind: value / total_s for kind, value in seconds.items()},
+        }
+
+    def _synchronize(self) -> None:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
-        self.trace.stop()
-        self.config.profile_dir.mkdir(parents=True, exist_ok=True)
-        path = self.config.profile_dir / f"trace-rank{self.world.rank}.json"
-        self.trace.export_chrome_trace(str(path))
-        self.trace = None
+
+
+def profiled_intervals(trace: torch.profiler.profile, device: torch.device) -> list[Interval]:
+    """What ran on the device: kernels and copies; on a CPU its operators, also nested ones.
+
+    Ranges that only bear a name (of the optimizer's step, of an FSDP hook) are left out.
+    """
+    on_gpu = device.type == "cuda"
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return [
+        Interval(event.name, event.time_range.start, event.time_range.end)
+        for event in trace.events() or ()
+        if event.device_type == wanted
+        and not event.is_user_annotation
+        and (on_gpu or event.name.startswith(("aten::", "gloo:", "c10d::")))
+    ]

@@ -81,7 +81,7 @@ class TrainConfig:
     digest: bool = True
     """At the end, record random projections of (final - initial) weights."""
     profile: bool = False
-    """Write a torch.profiler trace (and bracket the same steps for nsys)."""
+    """Write a torch.profiler trace and a `Breakdown:` record (and bracket the steps for nsys)."""
     profile_step_start: int = 10
     """First profiled step."""
     profile_step_end: int = 12

@@ -86,7 +86,7 @@ def train(model: Transformer, job: Job) -> None:
         stack.enter_context(chosen_collections())
         loader = stack.enter_context(contextlib.closing(open_loader(job)))
         bar = stack.enter_context(progress_bar(config, world))
-        profiler = stack.enter_context(contextlib.closing(Profiler(config, world)))
+        profiler = stack.enter_context(contextlib.closing(Profiler(job)))
         for step in range(1, config.training_steps + 1):
             with job.phase("data"):
                 rows = next(loader)

@@ -51,6 +51,13 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def device_memory_gib(device: torch.device) -> float | None:
+    """Memory of the GPU as the driver reports it; None for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / GIB
+    return None
+
+
 def peak_memory_gib(device: torch.device) -> tuple[float, float]:
     """Peak allocated and reserved by PyTorch's allocator; on CPU twice the peak resident size."""
     if device.type == "cuda":

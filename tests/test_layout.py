@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Documentation is not held against anybody: docstrings, comments and blank lines are not counted.
-MAX_LINES_OF_CODE = 3400
+MAX_LINES_OF_CODE = 5600
 MAX_LINES_FUNCTION = 60
 MAX_LINES_DIFFERENT = 12
 
@@ -26,6 +26,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "run_log": ("", ""),
     "model_config": ("", ""),
     "hardware": ("", ""),
+    "breakdown": ("", ""),
     "cli": ("", "tyro"),
     "memory": ("model_config cli", "tyro"),
     "utils": ("", "torch numpy"),
@@ -37,7 +38,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "distributed": ("model utils", "torch"),
     "checkpoint": ("utils distributed", "torch"),
     "train_config": (CORE_ROOMS, "torch"),
-    "job": (f"{CORE_ROOMS} train_config", "torch"),
+    "job": (f"{CORE_ROOMS} train_config breakdown", "torch"),
     "step": (f"{CORE_ROOMS} train_config", "torch"),
     "trainer": (TRAINING_ROOMS, "torch tqdm"),
     "train": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
@@ -46,8 +47,10 @@ ROOMS: dict[str, tuple[str, str]] = {
     "analysis": (LOG_ROOMS, "numpy pandas"),
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
-    "plots": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
-    "figures": (f"{LOG_ROOMS} cli memory analysis parity", "numpy pandas"),
+    "study": (f"{LOG_ROOMS} analysis", "numpy pandas"),
+    "comparison": (f"{LOG_ROOMS} breakdown analysis study", "numpy pandas"),
+    "plots": (f"{LOG_ROOMS} breakdown cli analysis study", "numpy pandas seaborn matplotlib tyro"),
+    "figures": (f"{LOG_ROOMS} cli memory analysis parity comparison", "numpy pandas"),
 }
 NO_TORCH = [room for room, (_, packages) in ROOMS.items() if "torch" not in packages.split()]
 EXISTING = [path.stem for path in sorted(ROOT.glob("*.py"))]

@@ -21,6 +21,7 @@ CONFIG_CLASSES = {
     "train.py": ("train_config", "TrainConfig"),
     "train_fsdp.py": ("train_config", "FSDPTrainConfig"),
     "loss_ablation.py": ("loss_ablation", "AblationConfig"),
+    "plots.py": ("plots", "PlotsConfig"),
     "figures.py": ("figures", "FiguresConfig"),
 }
 TREE = re.search(r"## What is where\n\n```\n(.*?)```", README, re.DOTALL)

@@ -1,0 +1,217 @@
+"""What changed against the earlier implementation, size by size?
+
+Its runs stand in data/original.csv (four GH200 nodes, parameters, gradients and optimizer step
+offloaded to the host in every FSDP run); ours are logs at the same batch and length, of as many
+GPUs or else of one.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis import SKIP_STEPS, format_number, load_runs, markdown_table, table
+from breakdown import KINDS, shares_of_step
+from run_log import RunLog
+from study import OUT_OF_MEMORY, configuration_of, drawn_points, quiet_step_s, rows_of, settings_of
+
+ORIGINAL = Path(__file__).resolve().parent / "data" / "original.csv"
+# How the original ran; our runs at another batch or length are compared with none of its.
+SAME = {"batch_size": 1, "grad_accumulation_steps": 1, "sequence_length": 4096,
+        "activation_checkpointing": "none"}  # fmt: skip
+PUBLISHED_MFU_LOG = "loss_ablation_fsdp/lsai-454149.out"
+
+
+def read_original() -> list[Any]:
+    """A row per configuration and size; repeats are averaged and counted (n)."""
+    frame = pd.read_csv(ORIGINAL)
+    frame["status"] = frame["status"].where(frame["status"] == OUT_OF_MEMORY, "trained")
+    keys = ["strategy", "factor", "num_parameters", "fsdp", "gpus", "nodes", "status"]
+    groups = frame.groupby(keys, dropna=False, sort=False)
+    return rows_of(groups.agg(
+        n=("log", "size"), speed=("tokens_per_s", "mean"), mfu_pct=("mfu_pct_from_config", "mean"),
+    ).reset_index())  # fmt: skip
+
+
+def read_ours(runs: Sequence[RunLog]) -> list[Any]:
+    """Our runs as the original ran, with nothing offloaded; a row per size and configuration.
+
+    Raises ValueError where two of our configurations answer to one row.
+    """
+    points: Any = drawn_points(table(runs), "from-config")[0]
+    rows = [
+        row
+        for row in rows_of(points.assign(speed=points["tokens_per_s"]))
+        if all(getattr(row, field) == value for field, value in SAME.items())
+        and not settings_of(row).get("cpu_offload")
+    ]
+    keys = [_key(row) for row in rows]
+    if twice := {key for key in keys if keys.count(key) > 1}:
+        names = "strategy {}, factor {}, FSDP {}, GPUs {}".format(*sorted(twice)[0])
+        raise ValueError(f"runs of several configurations, or ends, compete for one row: {names}")
+    return rows
+
+
+def _key(row: Any, gpus: int | None = None) -> tuple[str, int, bool, int]:
+    return row.strategy, row.factor, row.fsdp, gpus or row.gpus
+
+
+def comparison_table(original: Sequence[Any], ours: Sequence[Any]) -> str:
+    """Both at every size that either ran, and the factor between the speeds."""
+    mine = {_key(row): row for row in ours}
+    pairs = [(row, mine.get(_key(row)) or mine.get(_key(row, 1))) for row in original]
+    used = {_key(our) for _, our in pairs if our}
+    pairs += [(None, row) for row in ours if _key(row) not in used]
+
+    def order(pair: Any) -> tuple:
+        row = pair[0] or pair[1]
+        return row.strategy, row.fsdp, row.num_parameters, row.gpus
+
+    cells = []
+    for theirs, our in sorted(pairs, key=order):
+        row: Any = theirs or our
+        ratio = our.speed / theirs.speed if theirs and our else math.nan
+        cells.append([
+            f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
+            "yes" if row.fsdp else "no", *_cells(theirs), *_cells(our), format_number(ratio, ".2f"),
+        ])  # fmt: skip
+    header = (
+        "model | parameters | FSDP | original: GPUs | tokens/s per GPU | MFU (%) | ours: GPUs |"
+        " tokens/s per GPU | MFU (%) | ours ÷ original"
+    )
+    return markdown_table([name.strip() for name in header.split("|")], cells)
+
+
+def _cells(row: Any) -> list[str]:
+    if row is None:
+        return ["–", "not run", "–"]
+    repeats = f" (n={row.n})" if row.n > 1 else ""
+    if row.status == OUT_OF_MEMORY:
+        return [f"{row.gpus}{repeats}", "out of memory", "–"]
+    return [f"{row.gpus}{repeats}", f"{row.speed:,.0f}", format_number(row.mfu_pct, ".2f")]
+
+
+def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
+    """What the two tables say, in sentences whose numbers are computed."""
+    frame = pd.read_csv(ORIGINAL).set_index("log")
+    published: Any = frame.loc[PUBLISHED_MFU_LOG]
+    sharded = frame[frame["fsdp"] & frame["mfu_pct_as_logged"].notna()]
+    wrong = sharded["mfu_pct_from_config"] / sharded["mfu_pct_as_logged"]
+    lines = [
+        f"**MFU.** The FSDP run published with an MFU of {published.mfu_pct_as_logged} % has"
+        f" {published.mfu_pct_from_config} %: its FLOPs per token counted one rank's shard. All"
+        f" {len(wrong)} FSDP runs were too low, by {wrong.min():.2f} to {wrong.max():.2f} times."
+    ]
+    reached, failed = _largest(original, fsdp=True), _smallest_failure(original)
+    own = {fsdp: _largest(ours, fsdp=fsdp) for fsdp in (False, True)}
+    text = (
+        f"**The wall.** With FSDP the original trained up to `all` {reached.factor} and ran out of"
+        f" memory from `all` {failed.factor} on, with everything offloaded and on more GPUs too:"
+        " what remains are activations, which more GPUs do not shrink."
+    )
+    if own[False] and own[True]:
+        text += (
+            f" One GPU here, with nothing offloaded, trains up to `all` {own[False].factor} without"
+            f" FSDP and up to `all` {own[True].factor} with it."
+        )
+    lines.append(text)
+    theirs, mine = (_costs(rows, gpus) for rows, gpus in ((original, 2), (ours, 1)))
+    if theirs and mine:
+        lines.append(
+            f"**What FSDP costs.** On two GPUs, all offloaded, it left {_span(theirs)} % of the"
+            f" tokens/s of one GPU without it; on one GPU here, with nothing offloaded,"
+            f" {_span(mine)} %."
+        )
+    if gaps := _memory_gaps(ours):
+        lines.append(
+            "**What one GPU gains from FSDP.** No memory of its own: one rank shards nothing. At"
+            f" the sizes that train both ways its peak differs by {min(gaps):+.1f} to"
+            f" {max(gaps):+.1f} GiB. What the original gained on few GPUs was offloading."
+        )
+    return lines
+
+
+def _trained(rows: Sequence[Any], *, fsdp: bool) -> list[Any]:
+    return [r for r in rows if r.strategy == "all" and r.fsdp == fsdp and r.status == "trained"]
+
+
+def _largest(rows: Sequence[Any], *, fsdp: bool) -> Any:
+    return max(_trained(rows, fsdp=fsdp), key=lambda row: row.factor, default=None)
+
+
+def _smallest_failure(rows: Sequence[Any]) -> Any:
+    failed = [row for row in rows if row.fsdp and row.status == OUT_OF_MEMORY]
+    return min(failed, key=lambda row: row.num_parameters)
+
+
+def _costs(rows: Sequence[Any], gpus: int) -> list[float]:
+    """Tokens/s per GPU with FSDP on some GPUs, in % of one GPU without, at each common size."""
+    alone = {row.factor: row.speed for row in _trained(rows, fsdp=False)}
+    sharded = [row for row in _trained(rows, fsdp=True) if row.gpus == gpus]
+    return [100 * row.speed / alone[row.factor] for row in sharded if row.factor in alone]
+
+
+def _span(values: Any) -> str:
+    return f"{min(values):.0f} to {max(values):.0f}"
+
+
+def _memory_gaps(rows: Sequence[Any]) -> list[float]:
+    alone = {row.factor: row.peak_gib for row in _trained(rows, fsdp=False)}
+    sharded = [row for row in _trained(rows, fsdp=True) if row.gpus == 1 and row.factor in alone]
+    gaps = [row.peak_gib - alone[row.factor] for row in sharded]
+    return [gap for gap in gaps if not math.isnan(gap)]
+
+
+def breakdown_table(runs: Sequence[RunLog]) -> str:
+    """Where the time of a step goes, a row per profiled run; empty without any."""
+    rows = [(row, run) for run in runs if run.breakdowns for row in rows_of(table([run]))]
+    rows.sort(key=lambda pair: (pair[0].strategy, pair[0].num_parameters, pair[0].fsdp))
+    cells = []
+    for row, run in rows:
+        record = run.breakdowns[-1]
+        shares = shares_of_step(record, quiet_step_s(run))
+        cells.append([
+            f"`{row.strategy}` {row.factor}", configuration_of(row), str(row.batch_size),
+            *(f"{100 * share:.1f}" for share in shares.values()),
+            f"{record['num_kernels_per_step']:,.0f}", Path(row.log).name,
+        ])  # fmt: skip
+    header = ["model", "run", "batch", *(f"{kind} (%)" for kind in KINDS), "kernels", "log"]
+    return markdown_table(header, cells) if cells else ""
+
+
+def scaling_section(published: Path) -> str:
+    """Figures, comparison, findings and breakdown of the scaling study; empty without its logs.
+
+    Raises ValueError for a log there that cannot be used: evidence must not vanish silently.
+    """
+    runs, unusable = load_runs(published / "h200" / "scaling")
+    if unusable:
+        raise ValueError(f"the published log {unusable[0][0]} cannot be used: {unusable[0][1]}")
+    if not runs:
+        return ""
+    original, ours = read_original(), read_ours(runs)
+    devices = sorted({f"{row.device}, torch {row.torch_version}" for row in ours})
+    counted = pd.read_csv(ORIGINAL)["training_tokens_pct"]
+    figure = "plots/published/h200"
+    parts = [
+        "### What does it cost?",
+        "![Speed, training tokens, MFU and TFLOPs against model size]"
+        f"({figure}/training_metrics_comparison.png)",
+        f"{'; '.join(devices)}, against the original on GH200. Batch 1, sequence 4096, bf16; means"
+        f" over the logged steps after step {SKIP_STEPS} (original: after step 1, of rows of one"
+        f" padded document, {_span(counted)} % of whose positions are training tokens). All runs:"
+        f" [results.md]({figure}/results.md); the original's, whose logs are not public:"
+        " [original.csv](data/original.csv).",
+        comparison_table(original, ours),
+        "\n".join(f"- {line}" for line in findings(original, ours)),
+    ]
+    if shares := breakdown_table(runs):
+        parts += [
+            "Where the time of a step goes (kernels from a profile of some steps, idle from the"
+            " time of the others):",
+            f"![Shares of a step]({figure}/breakdown.png)",
+            shares,
+        ]
+    return "\n\n".join(parts)

@@ -1,0 +1,425 @@
+"""What does it cost? Job logs become one table of runs, and figures against model size.
+
+    python plots.py [--logs logs] [--output-dir plots] [--skip-steps N] [--mfu as-logged]
+
+Writes results.csv and results.md (one row per run, failed ones too) and the figures as PNG and
+SVG. A colour is a configuration (GPUs, FSDP or not); a marker is whatever else differs between the
+runs: such runs never share a line. Repeats of one configuration are pooled, and counted (n=).
+"""
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from analysis import (
+    SKIP_STEPS,
+    SKIP_STEPS_LEGACY,
+    format_number,
+    load_runs,
+    markdown_table,
+    table,
+)
+from breakdown import IDLE, KINDS, shares_of_step
+from cli import parse_flags, refuse
+from run_log import RunLog
+from study import (
+    OUT_OF_MEMORY,
+    Line,
+    configuration_of,
+    drawn_points,
+    quiet_step_s,
+    rows_of,
+    settings_of,
+    split_lines,
+    telling_settings,
+    variant_of,
+)
+
+MARKERS, DASHES = "osD^vP<>Xh", ("-", "--", ":", "-.")
+# Settings that a caption names where all runs share them.
+CAPTION_FIELDS = ("device", "torch_version", "model_dtype", "compute_dtype", "sequence_length",
+                  "batch_size", "activation_checkpointing", "compiled")  # fmt: skip
+MAX_VARIANTS = 10  # in a legend
+MFU_TOLERANCE = 0.02
+CLOSE = 1.25  # sizes nearer than this factor have no room for two labels
+FOUR = ("tokens_per_sec", "training_tokens_pct", "mfu", "tflops")
+LABELS = {
+    "tokens_per_sec": "Tokens per second per GPU",
+    "training_tokens_pct": "Training tokens (% of positions)",
+    "mfu": "MFU (% of the dense bf16 peak)",
+    "tflops": "TFLOP/s per GPU",
+    "scaling_efficiency": "Tokens/s per GPU (% of one GPU without FSDP)",
+    "peak_memory": "Peak memory per GPU (GiB)",
+}
+READING = "Points: median of the logged steps after the warm-up; bars: quartiles, range of repeats."
+READINGS = {
+    "scaling_efficiency": f"{READING} Sizes that were not run on one GPU without FSDP are missing.",
+    "peak_memory": "Points: allocated at the peak; bars reach up to what was reserved.",
+}
+
+
+@dataclass(frozen=True)
+class PlotsConfig:
+    """Flags of this script."""
+
+    logs: Path = Path("logs")
+    """Folder that is searched for job logs (*.out, *.log), with all folders in it."""
+    output_dir: Path = Path("plots")
+    """Folder of the table and the figures."""
+    skip_steps: int | None = None
+    """Leave out steps up to this one (default: 10; 1 in logs of the earlier implementation)."""
+    mfu: Literal["from-config", "as-logged"] = "from-config"
+    """MFU and TFLOPs computed from the configuration, or as the log has them."""
+
+    def __post_init__(self) -> None:
+        if self.skip_steps is not None and self.skip_steps < 0:
+            raise ValueError(f"--skip-steps must not be negative, not {self.skip_steps}")
+
+
+def main(config: PlotsConfig) -> None:
+    """Read the logs, write table and figures. ValueError for logs that cannot be used at all."""
+    if not config.logs.is_dir():
+        raise ValueError(f"there is no folder {config.logs}")
+    runs, unusable = load_runs(config.logs)
+    if not runs:
+        reason = f"; {unusable[0][0]}: {unusable[0][1]}" if unusable else " (*.out, *.log)"
+        raise ValueError(f"no job log of a training in {config.logs}{reason}")
+    frame = study(config, runs)
+    points, left_out = drawn_points(frame, config.mfu)
+    left_out = [*(f"{_below(path, config)}: {reason}" for path, reason in unusable), *left_out]
+    lines = split_lines(points)
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    (config.output_dir / "results.csv").write_text(results_csv(frame), encoding="utf-8")
+    notes = [*table_notes(frame, config), *(f"left out: {line}" for line in left_out)]
+    if (num_variants := len({line.variant for line in lines})) > MAX_VARIANTS:
+        notes.append(
+            f"{num_variants} ways of running beside GPUs and FSDP: more than a figure can tell"
+            " apart; give the folder of one study to --logs"
+        )
+    if not lines:
+        notes.append("no figure: no run has a step to average, or was out of memory")
+    text = results_table(frame) + "\n\n" + "".join(f"- {note}\n" for note in notes)
+    (config.output_dir / "results.md").write_text(text, encoding="utf-8")
+    draw_all(lines, runs, config.output_dir)
+    print("\n".join(notes), file=sys.stderr)
+    print(f"{len(runs)} runs on {len(lines)} lines: table and figures in {config.output_dir}")
+
+
+def _below(path: str | Path, config: PlotsConfig) -> str:
+    return Path(path).relative_to(config.logs).as_posix()
+
+
+def study(config: PlotsConfig, runs: Sequence[RunLog]) -> pd.DataFrame:
+    """The table of all runs, with logs named as seen from their folder."""
+    frame = table(runs, skip_steps=config.skip_steps)
+    return frame.assign(log=[_below(log, config) for log in frame["log"]])
+
+
+def results_csv(frame: pd.DataFrame) -> str:
+    """All columns of all runs; means stand beside medians and quartiles."""
+    return frame.round(6).to_csv(index=False, lineterminator="\n")
+
+
+def results_table(frame: pd.DataFrame) -> str:
+    """The table of runs for people, in the shape of the original's: how it ran, how it went."""
+    header = (
+        "GPUs | nodes | factor | parameters | log | success | strategy | FSDP | batch × length |"
+        " dtype | checkpointing | compiled | steps averaged | tokens/s per GPU, median |"
+        " quartiles | mean | training tokens (%) | MFU (%) | MFU as logged (%) | TFLOPs |"
+        " peak GiB | device | torch | commit"
+    )
+    rows = [_row(row) for row in rows_of(frame)]
+    return markdown_table([name.strip() for name in header.split("|")], rows)
+
+
+def _row(row: Any) -> list[str]:
+    def text(value: Any) -> str:
+        return "not logged" if pd.isna(value) else str(value)
+
+    ending = "yes" if row.status == "completed" else f"no: {row.status.replace('_', ' ')}"
+    quartiles = (row.tokens_per_s_p25, row.tokens_per_s_p75)
+    steps = f"{row.num_steps} ({row.first_step:.0f} to {row.last_step:.0f})"
+    return [
+        str(row.gpus), "not logged" if pd.isna(row.nodes) else f"{row.nodes:.0f}",
+        str(row.factor), f"{row.num_parameters:,}", row.log, ending, f"`{row.strategy}`",
+        "yes" if row.fsdp else "no", f"{row.batch_size} × {row.sequence_length}",
+        text(row.model_dtype), text(row.activation_checkpointing), text(row.compiled).lower(),
+        steps if row.num_steps else "0", format_number(row.tokens_per_s_median, ",.0f"),
+        " to ".join(format_number(value, ",.0f") for value in quartiles),
+        *(format_number(value, ",.2f") for value in (
+            row.tokens_per_s, row.training_tokens_pct, row.mfu_pct, row.mfu_pct_as_logged,
+            row.tflops, row.peak_gib)),
+        text(row.device), text(row.torch_version), text(row.commit),
+    ]  # fmt: skip
+
+
+def table_notes(frame: pd.DataFrame, config: PlotsConfig) -> list[str]:
+    """What a reader of the table must know, in sentences."""
+    older = f"{SKIP_STEPS} ({SKIP_STEPS_LEGACY} in older logs)"
+    skip = older if config.skip_steps is None else config.skip_steps
+    notes = [f"averages are over the logged steps after step {skip}"]
+    if by_folder := int((frame["fsdp_source"] != "log").sum()):
+        notes.append(f"FSDP or not comes from the name of the folder for {by_folder} older logs")
+    ratio = frame["mfu_pct"] / frame["mfu_pct_as_logged"]
+    if len(wrong := ratio[(ratio - 1).abs() > MFU_TOLERANCE]):
+        shown, other = "from the configuration", "as-logged"
+        if config.mfu == "as-logged":
+            shown, other = "as logged", "from-config"
+        notes.append(
+            f"in {len(wrong)} logs MFU is {wrong.min():.2f} to {wrong.max():.2f} times what they"
+            " say (older logs counted the parameters of one rank's shard); figures show it"
+            f" {shown}, and --mfu {other} the other"
+        )
+    if unknown := sorted(set(frame.loc[frame["peak_tflops"].isna(), "device"].dropna())):
+        notes.append(f"MFU is n/a: no peak is known for {', '.join(unknown)}")
+    for column in ("commit", "torch_version"):
+        if len(names := sorted(set(frame[column].dropna()))) > 1:
+            notes.append(f"several {column.replace('_', ' ')}s: {', '.join(names)}")
+    return notes
+
+
+def draw_all(lines: Sequence[Line], runs: Sequence[RunLog], folder: Path) -> None:
+    """Draw and save every figure; one without data says why it is empty."""
+    looks = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+    looks |= {"grid.alpha": 0.35, "svg.hashsalt": "plots"}
+    sns.set_theme(context="notebook", style="ticks", font_scale=0.95, rc=looks)
+    save(draw_breakdown(runs), folder / "breakdown")
+    if not lines:
+        return
+    for name in LABELS:
+        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
+        draw_panel(figure, figure.add_gridspec(1, 1)[0], name, lines)
+        finish(figure, lines, READINGS.get(name, READING))
+        save(figure, folder / name)
+    figure = plt.figure(figsize=(12, 8.4), layout="constrained")
+    grid = figure.add_gridspec(2, 2)
+    for number, name in enumerate(FOUR):
+        draw_panel(figure, grid[number], name, lines)
+    finish(figure, lines, READING)
+    save(figure, folder / "training_metrics_comparison")
+
+
+def draw_panel(figure: Figure, spec: SubplotSpec, name: str, lines: Sequence[Line]) -> None:
+    """One metric against model size; under it a row of crosses for each line out of memory."""
+    failed = [line for line in lines if (line.points["status"] == OUT_OF_MEMORY).any()]
+    heights = [1, 0.055 * len(failed)] if failed else [1]
+    axes, *strip = spec.subgridspec(len(heights), 1, height_ratios=heights, hspace=0).subplots(
+        sharex=True, squeeze=False
+    )[:, 0]
+    trained: list[Any] = [line.points[line.points["status"] != OUT_OF_MEMORY] for line in lines]
+    drawn = [points[points[name].notna()] for points in trained]
+    for line, points in zip(lines, drawn, strict=True):
+        draw_line(axes, line, points, name)
+    for height, line in enumerate(failed):
+        draw_crosses(strip[0], line, height)
+    if failed:
+        strip[0].set(ylim=(len(failed) - 0.4, -0.6), yticks=[(len(failed) - 1) / 2])
+        strip[0].set_yticklabels(["out of\nmemory"], fontsize=9)
+        strip[0].tick_params(left=False)
+        strip[0].grid(axis="y", visible=False)
+        axes.tick_params(which="both", bottom=False)
+    values = pd.Series(np.concatenate([points[name] for points in drawn]))
+    scale_axes(axes, lines, values, is_log=name == "tokens_per_sec")
+    name_factors(axes, lines)
+    if name == "peak_memory":
+        draw_limits(axes, lines)
+    (strip[0] if strip else axes).set_xlabel("Parameters")
+    axes.set_title(LABELS[name], loc="left", fontsize=13)
+
+
+def draw_line(axes: Axes, line: Line, points: pd.DataFrame, name: str) -> None:
+    """Points with their spread, joined; hollow where a run was cut short, n= where repeated."""
+    sizes, values = points["num_parameters"], points[name]
+    spread = np.abs([values - points[f"{name}_low"], points[f"{name}_high"] - values])
+    color, marker, dash = style(line)
+    axes.errorbar(sizes, values, yerr=spread, color=color, linestyle=dash, capsize=3,
+                  linewidth=1.8, elinewidth=1.4)  # fmt: skip
+    faces = ["white" if cut else color for cut in points["cut_short"]]
+    axes.scatter(sizes, values, 46, faces, marker=marker, edgecolors=[color], linewidths=1.6,
+                 zorder=3)  # fmt: skip
+    for row in rows_of(points[points["n"] > 1]):
+        axes.annotate(f"n={row.n}", (row.num_parameters, getattr(row, name)), (6, 5),
+                      textcoords="offset points", fontsize=9, color=color)  # fmt: skip
+
+
+def draw_crosses(axes: Axes, line: Line, height: float) -> None:
+    """The sizes at which a line's runs were out of memory, named."""
+    for row in rows_of(line.points[line.points["status"] == OUT_OF_MEMORY]):
+        at, color = (row.num_parameters, height), style(line)[0]
+        axes.plot(*at, "x", color=color, markersize=8, markeredgewidth=2.2)
+        axes.annotate(f"{row.strategy} {row.factor}", at, (-8, 0), fontsize=8.5, color="0.35",
+                      textcoords="offset points", ha="right", va="center")  # fmt: skip
+
+
+def style(line: Line) -> tuple[Any, Any, Any]:
+    """(colour, marker, dash); after ten of each they begin anew."""
+    palette = sns.color_palette("colorblind")
+    return (palette[line.hue % len(palette)], MARKERS[line.shape % len(MARKERS)],
+            DASHES[line.shape % len(DASHES)])  # fmt: skip
+
+
+def scale_axes(axes: Axes, lines: Sequence[Line], values: pd.Series, *, is_log: bool) -> None:
+    """Log axes where the values span decades; else the vertical one begins at 0."""
+    sizes = pd.concat([line.points["num_parameters"] for line in lines])
+    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1, ""))
+    axes.set_xscale("log" if sizes.max() > 4 * sizes.min() else "linear")
+    if axes.get_xscale() == "log":
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: next((f"{x / u:g} {w}" for u, w in units if x >= u), "0"))
+    )
+    if values.empty:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "no run has this value", transform=axes.transAxes, ha="center")
+    elif is_log and values.max() > 10 * values.min():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(bottom=0)
+    if not values.empty:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
+
+
+def name_factors(axes: Axes, lines: Sequence[Line]) -> None:
+    """Above the axes, the factors of the strategy with the most sizes."""
+    points = pd.concat([line.points for line in lines])
+    sizes = points.drop_duplicates(["strategy", "num_parameters"])
+    strategy = sizes["strategy"].mode()[0]
+    shown, last = [], 0.0
+    for row in rows_of(sizes.sort_values("num_parameters")):
+        if row.strategy == strategy and row.num_parameters > CLOSE * last:
+            shown.append((row.num_parameters, row.factor))
+            last = row.num_parameters
+    top = axes.secondary_xaxis("top")
+    top.set_xticks(*zip(*shown, strict=True), fontsize=9, color="0.35")
+    top.set_xticks([], minor=True)
+    top.tick_params(length=3, pad=1, color="0.35")
+    top.set_xlabel(f"scaling factor, strategy {strategy}", fontsize=9, color="0.35", loc="right")
+    top.spines["top"].set_visible(False)
+
+
+def draw_limits(axes: Axes, lines: Sequence[Line]) -> None:
+    """The memory of each device as a line, where the logs say how much it has."""
+    points = pd.concat([line.points for line in lines])
+    limits = dict(zip(points["device"], points["device_memory_gib"], strict=True))
+    for device, gib in limits.items():
+        if np.isnan(gib):
+            continue
+        axes.set_ylim(top=max(axes.get_ylim()[1], 1.12 * gib))
+        axes.axhline(gib, color="0.25", linestyle="--", linewidth=1.4)
+        axes.annotate(f"{device}: {gib:.0f} GiB", (0.01, gib), (0, 4), fontsize=9.5,
+                      xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip
+
+
+def finish(figure: Figure, lines: Sequence[Line], reading: str) -> None:
+    """Legend (colours, then markers), and a caption of what all runs share."""
+    colors = {line.configuration: style(line)[0] for line in lines}
+    handles = [Line2D([], [], color=c, linewidth=4, label=name) for name, c in colors.items()]
+    if len(shapes := {line.variant: style(line)[1:] for line in lines}) > 1:
+        handles += [
+            Line2D([], [], color="0.3", marker=marker, linestyle=dash,
+                   label=textwrap.fill(variant or "otherwise", 32, max_lines=2, placeholder=" …"))
+            for variant, (marker, dash) in list(shapes.items())[:MAX_VARIANTS]
+        ]  # fmt: skip
+    if len(shapes) > MAX_VARIANTS:
+        text = f"and {len(shapes) - MAX_VARIANTS} others: too many\nfor a figure (see results.md)"
+        handles.append(Line2D([], [], linestyle="", label=text))
+    points = pd.concat([line.points for line in lines])
+    marks = {"x": ("out of memory", (points["status"] == OUT_OF_MEMORY).any()),
+             "o": ("cut short (killed, failed …)", points["cut_short"].any())}  # fmt: skip
+    handles += [
+        Line2D([], [], color="0.3", marker=mark, linestyle="", label=text, markerfacecolor="white",
+               markeredgewidth=1.8)
+        for mark, (text, seen) in marks.items() if seen
+    ]  # fmt: skip
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
+    own = [settings_of(row) for row in rows_of(points)]
+    shared = {f: {one[f] for one in own} - {None} for f in CAPTION_FIELDS}
+    facts_of_all = [
+        variant_of({f: v}, [f]) for f, values in shared.items() for v in values if len(values) == 1
+    ]
+    caption = textwrap.fill(
+        ". ".join(filter(None, ["; ".join(facts_of_all), reading])), 120, break_on_hyphens=False
+    )
+    figure.text(0.01, 0.01, caption, fontsize=9, color="0.35")
+    bottom = (0.15 + 0.16 * len(caption.splitlines())) / figure.get_figheight()
+    figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom))
+
+
+def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
+    """A bar per profiled run, of the shares of a step; beside it its kernels and its MFU."""
+    rows = [(row, run) for run in runs if run.breakdowns for row in rows_of(table([run]))]
+    rows.sort(key=lambda pair: (pair[0].strategy, pair[0].num_parameters, pair[0].fsdp))
+    figure, axes = plt.subplots(figsize=(10, 2.2 + 0.5 * len(rows)), layout="constrained")
+    axes.set(xlim=(0, 100), xlabel="Share of a step (%)", yticks=range(len(rows)))
+    axes.set_title("Where the time of a step goes", loc="left", fontsize=13)
+    if not rows:
+        axes.text(50, 0, "no run was profiled (--profile)", ha="center")
+    colors = [*sns.color_palette("colorblind", len(KINDS) - 1), "0.88"]
+    names = [configuration_of(row) for row, _ in rows]
+    own = [settings_of(row) for row, _ in rows]
+    telling = [field for field in telling_settings(own, names) if field != "strategy"]
+    labels = []
+    for place, (row, run) in enumerate(rows):
+        step_s = quiet_step_s(run)
+        shares, left = shares_of_step(run.breakdowns[-1], step_s), 0.0
+        for (kind, share), color in zip(shares.items(), colors, strict=True):
+            axes.barh(place, 100 * share, 0.72, 100 * left, color=color, label=kind)
+            if share > 0.035:
+                ink = "black" if kind == IDLE else "white"
+                axes.text(100 * (left + share / 2), place, f"{100 * share:.0f}", color=ink,
+                          ha="center", va="center", fontsize=10)  # fmt: skip
+            left += share
+        words = (f"{row.strategy} {row.factor}", names[place], variant_of(own[place], telling))
+        labels.append("\n".join(textwrap.wrap(", ".join(filter(None, words)), 34)))
+        notes = [f"{run.breakdowns[-1]['num_kernels_per_step']:,.0f} kernels"]
+        if step_s and not pd.isna(row.peak_tflops):
+            flops = row.flops_per_token * row.global_batch * row.sequence_length / row.gpus
+            notes.insert(0, f"MFU {100 * flops / step_s / 1e12 / row.peak_tflops:.0f} %")
+        axes.text(101, place, "\n".join(notes), va="center", fontsize=9.5)
+    axes.set_yticklabels(labels)
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    if rows:
+        handles, kinds = axes.get_legend_handles_labels()
+        figure.legend(handles[: len(KINDS)], kinds[: len(KINDS)], loc="outside lower left",
+                      ncols=4, frameon=False, fontsize=10)  # fmt: skip
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """As PNG and SVG, whose bytes depend on the data only."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:  # the layout is solved up to a last digit that varies
+        axes.set_position(tuple(np.round(axes.get_position().bounds, 4)))
+    figure.savefig(path.with_suffix(".png"), dpi=160, metadata={"Software": None})
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    matplotlib.use("agg")
+    settings_of_user = parse_flags(PlotsConfig)
+    try:
+        main(settings_of_user)
+    except ValueError as error:
+        refuse(error)
+    except OSError as error:
+        refuse(f"{settings_of_user.output_dir}: {error.strerror}")

@@ -1,0 +1,181 @@
+"""Which runs of a scaling study may share a line, and what are the points on it?
+
+Runs that differ in any setting but their size are on lines of their own, whose variant names what
+tells them apart; repeats of one configuration are pooled and counted.
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis import pool
+from run_log import RunLog
+
+OUT_OF_MEMORY = "out_of_memory"
+# What is no line's own, or makes its colour; all other settings of a run split lines.
+COLOR_FIELDS = ("fsdp", "gpus", "nodes")
+LINE_FIELDS = ("strategy", "batch_size", "grad_accumulation_steps", "sequence_length",
+               "model_dtype", "compute_dtype", "activation_checkpointing", "compiled", "replicas",
+               "device", "peak_tflops", "torch_version")  # fmt: skip
+WORDS = {
+    "strategy": "strategy {}", "batch_size": "batch {}", "sequence_length": "sequence {}",
+    "grad_accumulation_steps": "micro-batches {}", "model_dtype": "{} weights", "device": "{}",
+    "compute_dtype": "{} compute", "activation_checkpointing": "checkpointing {}",
+    "replicas": "replicas {}", "peak_tflops": "peak {:g} TFLOP/s",
+    "torch_version": "torch {}",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """Runs that one line joins: a row per size in ``points``."""
+
+    configuration: str  # GPUs, FSDP or not
+    variant: str  # all else that tells it apart
+    hue: int  # number of the configuration
+    shape: int  # number of the variant
+    points: pd.DataFrame
+
+
+def rows_of(frame: Any) -> list[Any]:
+    """Rows, with the columns as attributes."""
+    return list(frame.itertuples())
+
+
+def drawn_points(frame: pd.DataFrame, mfu: str) -> tuple[pd.DataFrame, list[str]]:
+    """Pooled runs with value, ``_low`` and ``_high`` of each figure; and what is not drawn, why."""
+    frame = frame.assign(profiled=[bool(json.loads(f).get("profile")) for f in frame.other_flags])
+    is_out = frame["status"] == OUT_OF_MEMORY
+    empty = (frame["num_steps"] == 0) & ~is_out & ~frame["profiled"]
+    left_out = [f"{log}: it was profiled, which is slower" for log in frame.log[frame.profiled]]
+    left_out += [
+        f"{row.log}: {row.status} without a logged step after the warm-up"
+        for row in rows_of(frame[empty])
+    ]
+    cut_short = set(frame.log[~frame["status"].isin(["completed", OUT_OF_MEMORY])])
+    frame = frame[~empty & ~frame["profiled"]].copy()
+    # A run that ended before its first step cannot tell the peak from its own lines.
+    same = [*COLOR_FIELDS, *(field for field in LINE_FIELDS if field != "peak_tflops")]
+    siblings = frame.groupby(same, dropna=False)["peak_tflops"]
+    frame["peak_tflops"] = frame["peak_tflops"].fillna(siblings.transform("first"))
+    frame["status"] = frame["status"].where(frame["status"] == OUT_OF_MEMORY, "trained")
+    points = pool(frame)
+    points["cut_short"] = [bool(cut_short.intersection(log.split(", "))) for log in points["log"]]
+    logged = "_as_logged" * (mfu == "as-logged")
+    single = points["n"] == 1
+    ends = {
+        "": points["tokens_per_s_median"],
+        "_low": points["tokens_per_s_p25"].clip(upper=points["tokens_per_s_min"].mask(single)),
+        "_high": points["tokens_per_s_p75"].clip(lower=points["tokens_per_s_max"].mask(single)),
+    }
+    per_speed = {
+        "tokens_per_sec": 1.0,
+        "mfu": points[f"mfu_pct{logged}"] / points["tokens_per_s"],
+        "tflops": points[f"tflops{logged}"] / points["tokens_per_s"],
+        "scaling_efficiency": 100 / _baselines(points),
+    }
+    columns = {f"{k}{end}": v * f for end, v in ends.items() for k, f in per_speed.items()}
+    for end, share in {"": "median", "_low": "p25", "_high": "p75"}.items():
+        columns[f"training_tokens_pct{end}"] = points[f"training_tokens_pct_{share}"]
+        columns[f"peak_memory{end}"] = points["peak_gib"]
+    columns["peak_memory_high"] = points["peak_reserved_gib"].fillna(points["peak_gib"])
+    return points.assign(**columns), left_out
+
+
+def settings_of(row: Any) -> dict[str, Any]:
+    """What splits lines, of a row of the table; None: not logged."""
+    flags = json.loads(row.other_flags)
+    flags.pop("profile", None)
+    fields = {field: getattr(row, field) for field in LINE_FIELDS}
+    return {k: None if pd.isna(v) else v for k, v in {**fields, **flags}.items()}
+
+
+def _baselines(points: pd.DataFrame) -> pd.Series:
+    """Tokens/s of one GPU without FSDP at each row's size and settings; NaN where none was run."""
+    rows = [(row, settings_of(row)) for row in rows_of(points)]
+    bases = [(row, own) for row, own in rows if not row.fsdp and row.gpus == 1]
+
+    def speed(row: Any, own: dict[str, Any]) -> float:
+        found = [
+            base.tokens_per_s_median
+            for base, other in bases
+            if base.num_parameters == row.num_parameters
+            and base.status == "trained"
+            and not any(
+                _differ(own[name], other[name]) for name in own.keys() & other.keys() - {"replicas"}
+            )
+        ]
+        return found[0] if len(found) == 1 else np.nan
+
+    return pd.Series([speed(row, own) for row, own in rows], points.index, dtype=float)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one is not None and other is not None and one != other
+
+
+def split_lines(points: pd.DataFrame) -> list[Line]:
+    """A line for each way of running, ordered by configuration."""
+    rows = sorted(rows_of(points), key=lambda row: (row.fsdp, row.gpus, row.strategy))
+    names = [configuration_of(row) for row in rows]
+    own = [settings_of(row) for row in rows]
+    telling = telling_settings(own, names)
+    variants = [variant_of(fields, telling) for fields in own]
+    hues, shapes = list(dict.fromkeys(names)), list(dict.fromkeys(variants))
+    members: dict[tuple[str, str], list[int]] = {}
+    for row, name, variant in zip(rows, names, variants, strict=True):
+        members.setdefault((name, variant), []).append(row.Index)
+    return [
+        Line(name, variant, hues.index(name), shapes.index(variant),
+             points.loc[indices].sort_values("num_parameters"))
+        for (name, variant), indices in members.items()
+    ]  # fmt: skip
+
+
+def configuration_of(row: Any) -> str:
+    """GPUs, nodes and FSDP of a row of the table, in words."""
+    where = f" on {row.nodes:.0f} nodes" if row.nodes > 1 else ""
+    return f"{row.gpus} GPU{'s' * (row.gpus > 1)}{where}, {'FSDP' if row.fsdp else 'no FSDP'}"
+
+
+def telling_settings(own: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """Settings of which several values are known, or that one line of a colour lacks."""
+    fields = dict.fromkeys(field for one in own for field in one)
+
+    def values(field: str, name: str | None) -> set[str]:
+        found = {repr(o.get(field)) for o, n in zip(own, names, strict=True) if name in (None, n)}
+        # A peak that is not known is that of another device, which has a name.
+        return found if name and field != "peak_tflops" else found - {"None"}
+
+    return [f for f in fields if any(len(values(f, name)) > 1 for name in (None, *names))]
+
+
+def variant_of(own: dict[str, Any], telling: Iterable[str]) -> str:
+    """Some settings, in words."""
+    words = []
+    for field in (field for field in telling if field in own):
+        value, name = own[field], field.replace("_", " ")
+        if value is None:
+            words.append(f"{name} not logged")
+        elif isinstance(value, bool):
+            words.append(name if value else f"not {name}")
+        else:
+            words.append(WORDS.get(field, f"{name} {{}}").format(value))
+    return ", ".join(words)
+
+
+def quiet_step_s(run: RunLog) -> float | None:
+    """Median seconds of a step over the log lines that hold no profiled step; None without any."""
+    record, times, last = run.breakdowns[-1], [], 0
+    profile_end = record["first_step"] + record["num_steps"] - 1
+    for step in run.steps:
+        is_quiet = step.step < record["first_step"] or last > profile_end
+        if step.step > 1 and is_quiet and step.step_s:
+            times.append(step.step_s)
+        last = step.step
+    return statistics.median(times) if times else None

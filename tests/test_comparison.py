@@ -1,0 +1,122 @@
+"""Does the comparison with the earlier implementation say what its logs and ours say?"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from test_plots import SEED_LOGS, SHARDED, needs_seed_logs, shares
+from test_plots import write as write  # the fixture
+
+from analysis import facts, load_runs, mean_metrics
+from comparison import ORIGINAL, findings, read_original, read_ours, scaling_section
+
+Write = Callable[..., Path]
+H200 = "h200/scaling/"
+
+
+@needs_seed_logs
+def test_original_holds_every_older_log() -> None:
+    stored = pd.read_csv(ORIGINAL).set_index("log")
+    runs, _ = load_runs(SEED_LOGS)
+    assert len(runs) == len(stored) == 21
+    for run in runs:
+        row: Any = stored.loc[run.path.relative_to(SEED_LOGS).as_posix()]
+        what = facts(run)
+        how = mean_metrics(run, skip_steps=0 if "all logged" in row.source else None)
+        for name in ("strategy", "factor", "num_parameters", "fsdp", "gpus", "status"):
+            assert row[name] == getattr(what, name), (row.name, name)
+        columns = {
+            "tokens_per_s": how.tokens_per_s, "training_tokens_pct": how.training_tokens_pct,
+            "mfu_pct_as_logged": how.mfu_pct_as_logged, "mfu_pct_from_config": how.mfu_pct,
+            "tflops_as_logged": how.tflops_as_logged, "tflops_from_config": how.tflops,
+        }  # fmt: skip
+        for name, value in columns.items():
+            stored_value = None if pd.isna(row[name]) else row[name]
+            assert stored_value == pytest.approx(value, abs=0.00501), (row.name, name)
+    assert set(stored["log_is_public"]) == {"no"}
+    assert "published as factor 2" in stored.loc["train_fsdp/lsai-460981.out", "source"]
+
+
+def row_of(text: str, *cells: str) -> list[str]:
+    """The cells of the one row that begins with these."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    [found] = [row for row in rows if row[: len(cells)] == list(cells)]
+    return found
+
+
+def write_study(write: Write) -> None:
+    for factor, speed in ((2, 142_265.64), (8, 20_000.0)):
+        write([1.0, 1.0, speed], name=f"{H200}{factor}.out", factor=factor)
+        write([1.0, 1.0, 0.8 * speed], name=f"{H200}{factor}_fsdp.out", factor=factor, **SHARDED)
+    write([], name=f"{H200}12.out", factor=12, status="out_of_memory")
+    # None of these is how the original ran.
+    write([1.0, 1.0, 9e9], name=f"{H200}batch.out", flags={"batch_size": 8})
+    flags = {"cpu_offload": True}
+    write([1.0, 1.0, 9e9], name=f"{H200}offload.out", flags=flags, **SHARDED)
+
+
+def test_sizes_stand_side_by_side(write: Write, tmp_path: Path) -> None:
+    write_study(write)
+    text = scaling_section(tmp_path / "logs")
+    small = row_of(text, "`all` 2", "190,857,728", "no")
+    assert small[3:] == ["1", "71,133", "8.24", "1", "142,266", "16.47", "2.00"]
+    assert row_of(text, "`all` 2", "190,857,728", "yes")[3:8] == [
+        "2", "34,006", "3.94", "1", "113,813",
+    ]  # fmt: skip
+    assert row_of(text, "`all` 8", "3,959,687,168", "yes")[3:6] == ["–", "not run", "–"]
+    assert row_of(text, "`all` 12")[6:] == ["1", "out of memory", "–", "n/a"]
+    assert row_of(text, "`all` 10", "7,329,958,400", "yes", "16 (n=2)")[4] == "2,215"
+    assert "9,000,000,000" not in text
+    for words in (
+        "published with an MFU of 6.08 % has 25.09 %",
+        "trained up to `all` 14 and ran out of memory from `all` 15 on",
+        "trains up to `all` 8 without FSDP and up to `all` 8 with it",
+        "it left 36 to 48 % of the tokens/s of one GPU without it; on one GPU here, with nothing "
+        "offloaded, 80 to 80 %",
+        "its peak differs by +0.0 to +0.0 GiB",
+        "22 to 28 % of whose positions are training tokens",
+        "NVIDIA H200, torch 2.11, against",
+    ):
+        assert words in text, words
+    assert "profile" not in text
+
+
+def test_the_same_number_of_gpus_is_preferred(write: Write, tmp_path: Path) -> None:
+    write_study(write)
+    write([1.0, 1.0, 68_012.0], name=f"{H200}two.out", world_size=2, **SHARDED)
+    text = scaling_section(tmp_path / "logs")
+    assert row_of(text, "`all` 2", "190,857,728", "yes", "2")[6:] == ["2", "68,012", "7.87", "2.00"]
+    assert row_of(text, "`all` 2", "190,857,728", "yes", "–")[6] == "1"
+
+
+def test_profiled_runs_explain(write: Write, tmp_path: Path) -> None:
+    write_study(write)
+    flags, name = {"profile": True}, f"{H200}profile.out"
+    write([2048.0] * 3, name=name, flags=flags, breakdown=shares(matmuls=1.5))
+    text = scaling_section(tmp_path / "logs")
+    row = row_of(text, "`all` 2", "1 GPU, no FSDP", "1")
+    assert row[3:] == ["0.0", "0.0", "75.0", "0.0", "0.0", "0.0", "0.0", "25.0", "1,234",
+                       "profile.out"]  # fmt: skip
+
+
+def test_nothing_before_there_are_logs(write: Write, tmp_path: Path) -> None:
+    assert scaling_section(tmp_path / "logs") == ""
+    write([], name=f"{H200}2.out", status="failed")
+    assert "not run" in scaling_section(tmp_path / "logs")
+    (tmp_path / "logs" / H200 / "bad.out").write_text("nothing\n")
+    with pytest.raises(ValueError, match=r"bad\.out cannot be used"):
+        scaling_section(tmp_path / "logs")
+
+
+def test_ambiguous_runs_are_refused(write: Write, tmp_path: Path) -> None:
+    write([1.0, 1.0, 5.0])
+    write([1.0, 1.0, 7.0], flags={"compile": False})
+    with pytest.raises(ValueError, match="strategy all, factor 2, FSDP False, GPUs 1"):
+        read_ours(load_runs(tmp_path / "logs")[0])
+
+
+def test_findings_without_runs_of_ours() -> None:
+    lines = findings(read_original(), [])
+    assert [line.split(".**")[0] for line in lines] == ["**MFU", "**The wall"]

@@ -1,0 +1,399 @@
+"""Do table and figures show what the logs say, and do runs that differ stay on lines apart?"""
+
+import copy
+import csv
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import plots
+from analysis import load_runs, table
+from breakdown import KINDS
+from model_config import build_config, flops_per_token
+from plots import FOUR, LABELS, PlotsConfig, main, results_csv, study
+from run_log import LogWriter, StepRecord, format_step, read_run
+from study import drawn_points, quiet_step_s, split_lines
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED_LOGS = ROOT.parent / "shared" / "seed_logs"
+needs_seed_logs = pytest.mark.skipif(not SEED_LOGS.is_dir(), reason="older logs are not public")
+FIGURES = [*LABELS, "training_metrics_comparison", "breakdown"]
+FLAGS = {
+    "scaling_strategy": "all", "scaling_factor": 2, "batch_size": 1, "grad_accumulation_steps": 1,
+    "sequence_length": 4096, "model_dtype": "bf16", "activation_checkpointing": "none",
+    "compile": True, "packing": True, "profile": False,
+}  # fmt: skip
+RECORD: dict[str, Any] = {
+    "schema": 1, "script": "train.py", "config": FLAGS, "fsdp": False, "commit": "abc",
+    "dirty": False, "versions": {"torch": "2.11"}, "device": "NVIDIA H200",
+    "device_memory_gib": 139.8, "compute_dtype": "bfloat16", "peak_tflops": 989.0,
+    "world_size": 1, "num_nodes": 1, "replicas": 1, "global_batch": 1,
+}  # fmt: skip
+SHARDED = {"fsdp": True, "script": "train_fsdp.py"}
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a log under tmp_path/logs: tokens/s of steps 5, 10, …, and what its records change."""
+    numbers = itertools.count()
+
+    def write_log(
+        speeds: list[float], *, status: str | None = "completed", name: str = "", factor: int = 2,
+        flags: dict[str, Any] | None = None, breakdown: dict[str, Any] | None = None, **changes: Any
+    ) -> Path:  # fmt: skip
+        path = tmp_path / "logs" / (name or f"{next(numbers)}.out")
+        record = copy.deepcopy(RECORD) | changes
+        record["config"] |= {"scaling_factor": factor} | (flags or {})
+        strategy = record["config"]["scaling_strategy"]
+        record["model"] = asdict(build_config(strategy, factor, 131_072))
+        log = LogWriter(path)
+        log.record("Run", record)
+        for number, speed in enumerate(speeds, start=1):
+            log.step(StepRecord(5 * number, 11.0, speed, 99.0, 1.0, 2.0, peak_gib=60.0,
+                                peak_reserved_gib=66.0, step_s=4096 / speed))  # fmt: skip
+            if breakdown and breakdown["first_step"] + breakdown["num_steps"] - 1 <= 5 * number:
+                log.record("Breakdown", breakdown)
+                breakdown = None
+        if status:
+            log.record("End", {"status": status})
+        log.close()
+        return path
+
+    return write_log
+
+
+def lines_of(
+    folder: Path, mfu: str = "from-config"
+) -> tuple[dict[tuple[str, str], Any], list[str]]:
+    """Lines by (configuration, variant), and what is left out."""
+    config = PlotsConfig(logs=folder)
+    runs, _ = load_runs(folder)
+    points, left_out = drawn_points(study(config, runs), mfu)
+    lines = split_lines(points)
+    found = {(line.configuration, line.variant): line for line in lines}
+    assert len(found) == len(lines)
+    assert sum(len(line.points) for line in lines) == len(points)
+    return found, left_out
+
+
+def run(*flags: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "plots.py", *flags], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@needs_seed_logs
+def test_the_older_logs(tmp_path: Path) -> None:
+    """The real command: means as expected in the table, every figure, and what cannot be used."""
+    code, out, err = run("--logs", str(SEED_LOGS), "--output-dir", str(tmp_path))
+    assert code == 0, err
+    assert "21 runs" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["results.csv", "results.md", *(f"{f}.{end}" for f in FIGURES for end in ("png", "svg"))]
+    )
+    found = {
+        row["log"]: row
+        for row in csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
+    }
+    text = (tmp_path / "results.md").read_text()
+    columns = {
+        "tokens_per_s": "tokens_per_s", "training_tokens_pct": "training_tokens_pct",
+        "mfu_pct_as_logged": "mfu_pct_as_logged", "tflops_as_logged": "tflops_as_logged",
+        "mfu_pct_from_config": "mfu_pct", "tflops_from_config": "tflops",
+        "logged_steps_after_step_1": "num_steps", "gpus": "gpus", "scaling_factor": "factor",
+        "fsdp": "fsdp",
+    }  # fmt: skip
+    for row in csv.DictReader((SEED_LOGS / "expected_means.csv").read_text().splitlines()):
+        [line] = [line for line in text.splitlines() if row["log"] in line]
+        for column, name in columns.items():
+            value = found[row["log"]][name]
+            shown = f"{float(value):.2f}" if value and "." in row[column] else value
+            assert shown == row[column], (row["log"], column)
+        if row["tokens_per_s"]:
+            assert f"| {float(row['tokens_per_s']):,.2f} | {row['training_tokens_pct']} |" in line
+            assert f"| {row['mfu_pct_from_config']} | {row['mfu_pct_as_logged']} |" in line
+    for words in (
+        "FSDP or not comes from the name of the folder for 6 older logs",
+        "in 13 logs MFU is 1.17 to 4.89 times what they say",
+        "left out: load_model_no_fsdp/lsai-453992.out: it does not name its sequence_length",
+    ):
+        assert words in text and words in err
+    assert "lsai-460667.out | no: out of memory" in text
+
+
+@needs_seed_logs
+def test_lines_of_the_older_logs() -> None:
+    lines, _ = lines_of(SEED_LOGS)
+    assert set(lines) == {
+        ("1 GPU, no FSDP", "strategy all"), ("1 GPU, no FSDP", "strategy n_layers"),
+        ("2 GPUs on 2 nodes, FSDP", "strategy all"), ("4 GPUs, FSDP", "strategy all"),
+        ("8 GPUs, FSDP", "strategy n_layers"), ("16 GPUs on 4 nodes, FSDP", "strategy all"),
+    }  # fmt: skip
+    many = lines["16 GPUs on 4 nodes, FSDP", "strategy all"].points.set_index("factor")
+    assert many["n"].to_dict() == {1: 1, 6: 1, 10: 2, 14: 2, 20: 1}
+    assert many["cut_short"].to_dict() == {1: False, 6: False, 10: False, 14: True, 20: False}
+    assert many.loc[20, "status"] == "out_of_memory"
+    two = lines["2 GPUs on 2 nodes, FSDP", "strategy all"].points.set_index("factor")
+    assert two.loc[6, "mfu"] == pytest.approx(8.85 * 6547.21 / 6461.70, abs=0.02)
+    assert two.loc[6, "scaling_efficiency"] == pytest.approx(100 * 6547.21 / 18276.505)
+    logged, _ = lines_of(SEED_LOGS, "as-logged")
+    two = logged["2 GPUs on 2 nodes, FSDP", "strategy all"].points.set_index("factor")
+    assert two.loc[6, "mfu"] == pytest.approx(6.01 * 6547.21 / 6461.70, abs=0.02)
+    assert two.loc[6, "tflops"] == pytest.approx(59.40 * 6547.21 / 6461.70, abs=0.1)
+
+
+def test_points_are_medians_with_quartiles(write: Write, tmp_path: Path) -> None:
+    write([1.0, 1.0, 100.0, 200.0, 600.0, 300.0])
+    [line] = lines_of(tmp_path / "logs")[0].values()
+    [point] = line.points.itertuples()
+    values = [getattr(point, f"tokens_per_sec{end}") for end in ("_low", "", "_high")]
+    assert values == [175, 250, 375]
+    mfu = 100 * flops_per_token(build_config("all", 2, 131_072), 4096) / 989e12
+    assert [point.mfu_low, point.mfu, point.mfu_high] == pytest.approx([mfu * v for v in values])
+    assert (point.peak_memory_low, point.peak_memory, point.peak_memory_high) == (60, 60, 66)
+    assert (point.scaling_efficiency, point.training_tokens_pct) == (100, 99)
+
+
+def test_repeats_are_pooled_and_their_range_is_the_bar(write: Write, tmp_path: Path) -> None:
+    for speed in (100.0, 140.0):
+        write([1.0, 1.0, speed, speed], flags={"set_seed": int(speed), "log_file": f"{speed}"})
+    write([1.0, 1.0, 50.0, 50.0], status=None, factor=4)
+    [line] = lines_of(tmp_path / "logs")[0].values()
+    small, large = line.points.itertuples()
+    assert (small.n, small.tokens_per_sec_low, small.tokens_per_sec, small.tokens_per_sec_high) == (
+        2, 100, 120, 140,
+    )  # fmt: skip
+    assert (small.cut_short, large.cut_short, large.n) == (False, True, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "variants"),
+    [
+        ({"flags": {"batch_size": 8}}, ["batch 1", "batch 8"]),
+        ({"flags": {"sequence_length": 512}}, ["sequence 4096", "sequence 512"]),
+        ({"flags": {"model_dtype": "fp32"}}, ["bf16 weights", "fp32 weights"]),
+        ({"flags": {"activation_checkpointing": "full"}}, ["checkpointing full",
+                                                            "checkpointing none"]),
+        ({"flags": {"compile": False}}, ["compiled", "not compiled"]),
+        ({"flags": {"packing": False}}, ["not packing", "packing"]),
+        ({"compute_dtype": "float32"}, ["bf16 compute", "fp32 compute"]),
+        ({"device": "NVIDIA H100 NVL"}, ["NVIDIA H100 NVL", "NVIDIA H200"]),
+        ({"device": None}, ["NVIDIA H200", "device not logged"]),
+        ({"versions": {"torch": "2.13"}}, ["torch 2.11", "torch 2.13"]),
+        ({"peak_tflops": 500.0}, ["peak 500 TFLOP/s", "peak 989 TFLOP/s"]),
+        ({"flags": {"new_flag": 3}}, ["", "new flag 3"]),
+    ],
+)  # fmt: skip
+def test_runs_that_differ_share_no_line(
+    write: Write, tmp_path: Path, changes: dict[str, Any], variants: list[str]
+) -> None:
+    """Same size or another: a line of its own, named by what differs and by nothing else."""
+    for factor in (2, 4):
+        write([1.0, 1.0, 100.0], factor=factor)
+        write([1.0, 1.0, 900.0], factor=factor, **copy.deepcopy(changes))
+    lines, _ = lines_of(tmp_path / "logs")
+    assert sorted(variant for _, variant in lines) == variants
+    for line in lines.values():
+        assert line.points["tokens_per_sec"].nunique() == 1
+        assert line.points["factor"].tolist() == [2, 4]
+        assert line.hue == 0
+
+
+def test_one_colour_per_configuration(write: Write, tmp_path: Path) -> None:
+    sharding = {"cpu_offload": False, "reshard_after_forward": True}
+    for batch, (gpus, fsdp) in itertools.product((1, 8), ((1, {}), (1, SHARDED), (16, SHARDED))):
+        flags = {"batch_size": batch} | (sharding if fsdp else {})
+        write([1.0, 1.0, 5.0], flags=flags, world_size=gpus, num_nodes=gpus // 8 or 1, **fsdp)
+    lines, _ = lines_of(tmp_path / "logs")
+    hues = {(key[0], line.hue) for key, line in lines.items()}
+    shapes = {(key[1], line.shape) for key, line in lines.items()}
+    assert sorted(hues, key=lambda pair: pair[1]) == [
+        ("1 GPU, no FSDP", 0), ("1 GPU, FSDP", 1), ("16 GPUs on 2 nodes, FSDP", 2),
+    ]  # fmt: skip
+    assert sorted(shapes) == [("batch 1", 0), ("batch 8", 1)], "flags that FSDP alone has"
+    assert len(lines) == 6
+
+
+def test_efficiency_is_against_the_same_size_and_batch(write: Write, tmp_path: Path) -> None:
+    for batch, speed in ((1, 200.0), (8, 400.0)):
+        write([1.0, 1.0, speed], flags={"batch_size": batch})
+        flags = {"batch_size": batch, "cpu_offload": True}
+        write([1.0, 1.0, 100.0], flags=flags, world_size=2, **SHARDED)
+    write([1.0, 1.0, 100.0], factor=4, flags={"cpu_offload": True}, world_size=2, **SHARDED)
+    lines, _ = lines_of(tmp_path / "logs")
+    small = lines["2 GPUs, FSDP", "batch 1"].points
+    assert small["scaling_efficiency"].tolist()[0] == 50
+    assert pd.isna(small["scaling_efficiency"].tolist()[1]), "nothing to compare with"
+    assert lines["2 GPUs, FSDP", "batch 8"].points["scaling_efficiency"].tolist() == [25]
+
+
+def test_out_of_memory_stands_at_its_size(write: Write, tmp_path: Path) -> None:
+    write([1.0, 1.0, 5.0])
+    write([], factor=14, status="out_of_memory", peak_tflops=None)
+    [line] = lines_of(tmp_path / "logs")[0].values()
+    assert line.points["status"].tolist() == ["trained", "out_of_memory"]
+    assert line.points["num_parameters"].tolist() == [190_857_728, 19_128_929_792]
+
+
+def test_what_is_not_drawn_is_named(write: Write, tmp_path: Path) -> None:
+    write([1.0, 1.0, 5.0])
+    write([1.0], name="short.out", status="failed")
+    write([1.0, 1.0, 5.0], name="profiled.out", flags={"profile": True})
+    lines, left_out = lines_of(tmp_path / "logs")
+    assert [line.points["n"].tolist() for line in lines.values()] == [[1]]
+    assert sorted(left_out) == [
+        "profiled.out: it was profiled, which is slower",
+        "short.out: failed without a logged step after the warm-up",
+    ]
+
+
+def shares(**seconds: float) -> dict[str, Any]:
+    known = {kind.replace(" ", "_"): kind for kind in KINDS}
+    found = dict.fromkeys(KINDS, 0.0) | {known[name]: value for name, value in seconds.items()}
+    return {"first_step": 12, "num_steps": 2, "wall_s_per_step": 9.0,
+            "num_kernels_per_step": 1234.0, "seconds_per_step": found, "shares": found}  # fmt: skip
+
+
+def test_breakdown_is_of_a_step_without_the_profiler(write: Write) -> None:
+    """Step 15 holds steps 12 and 13 and the writing of the trace; the others are as ever."""
+    speeds = [4096.0, 4096.0, 4.0, 2048.0, 1024.0]
+    path = write(speeds, flags={"profile": True}, breakdown=shares(matmuls=0.5, attention=0.5))
+    assert quiet_step_s(read_run(path)) == 1.5  # median of 1, 1, 2 and 4
+    figure = plots.draw_breakdown([read_run(path)])
+    [axes] = figure.axes
+    texts = [text.get_text() for text in axes.texts]
+    assert texts[:3] == ["33", "33", "33"]  # attention, matmuls, idle
+    assert texts[3].endswith("1,234 kernels") and texts[3].startswith("MFU 0 %")
+    assert axes.get_yticklabels()[0].get_text() == "all 2, 1 GPU, no FSDP"
+
+
+def test_figures_of_a_study(write: Write, tmp_path: Path) -> None:
+    """A whole study twice over: the same bytes; and the strategy that is named is in the figure."""
+    for factor in (1, 2, 8):
+        write([1.0, 1.0, 1e6 / factor**3, 1e6 / factor**3 + 9], factor=factor)
+        write([1.0, 1.0, 8e5 / factor**3, 9e5 / factor**3], factor=factor, **SHARDED)
+    write([], factor=12, status="out_of_memory")
+    write([3.0, 3.0, 3.0], flags={"profile": True}, breakdown=shares(matmuls=0.5))
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        main(PlotsConfig(logs=tmp_path / "logs", output_dir=folder))
+    for path in folders[0].iterdir():
+        assert path.read_bytes() == (folders[1] / path.name).read_bytes(), path.name
+        assert path.stat().st_size > 300
+    assert len(list(folders[0].iterdir())) == 2 + 2 * len(FIGURES)
+    assert set(FOUR) < set(FIGURES)
+
+
+BAD_INPUT = {
+    "empty": "no job log of a training in",
+    "absent": "there is no folder",
+    "text": "no Run: record",
+}
+
+
+def test_bad_input_ends_with_one_line(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "job.out").write_text("Step: 1 | Loss: 1.0\n")
+    good = write([1.0, 1.0, 5.0]).parent
+    target = tmp_path / "never"
+    commands = [(tmp_path / name, target, [], words) for name, words in BAD_INPUT.items()]
+    commands += [
+        (good, good / "0.out" / "plots", [], "0.out/plots: Not a directory"),
+        (good, target, ["--skip-steps", "-1"], "--skip-steps must not be negative"),
+        (good, target, ["--mfu", "guess"], "--mfu"),
+    ]
+    for logs, output, flags, words in commands:
+        code, out, err = run("--logs", str(logs), "--output-dir", str(output), *flags)
+        assert code == 2, (words, err)
+        assert out == "" and len(err.splitlines()) == 1 and words in err, (words, out, err)
+        assert not target.exists()
+
+
+def test_logs_that_are_only_half_usable(write: Write, tmp_path: Path, capsys: Any) -> None:
+    """Half-written, two runs in one file, requeued, no Run record, an unknown device."""
+    torn = write([1.0, 1.0, 7.0, 9.0], name="torn.out", status=None, device="Some GPU",
+                 peak_tflops=None)  # fmt: skip
+    torn.write_text(torn.read_text()[:-200])
+    for speed, batch in ((5.0, 1), (6.0, 2)):
+        write([1.0, 1.0, speed], name="two.out", flags={"batch_size": batch})
+    for status in (None, "completed"):
+        write([1.0, 1.0, 8.0], name="requeued.out", factor=4, status=status)
+    step = StepRecord(1, 11.0, 5.0, 99.0, 1.0, 2.0)
+    (tmp_path / "logs" / "bare.log").write_text(format_step(step) + "\n")
+    config = PlotsConfig(logs=tmp_path / "logs", output_dir=tmp_path / "plots")
+    main(config)
+    err = capsys.readouterr().err
+    assert "left out: bare.log: it has no Run: record" in err
+    assert "MFU is n/a: no peak is known for Some GPU" in err
+    text = (tmp_path / "plots" / "results.md").read_text()
+    assert text.count("two.out") == 2 and text.count("requeued.out") == 1
+    [row] = [line for line in text.splitlines() if "torn.out" in line]
+    assert "no: killed" in row and "| n/a | 1.00 |" in row
+    lines, _ = lines_of(tmp_path / "logs")
+    values = {variant: line.points for (_, variant), line in lines.items()}
+    unknown = values["batch 1, Some GPU"]
+    assert unknown["tokens_per_sec"].tolist() == [7.0] and unknown["mfu"].isna().all()
+    assert len(list((tmp_path / "plots").glob("*.svg"))) == len(FIGURES)
+
+
+def test_a_single_run_and_nothing_but_failures(write: Write, tmp_path: Path) -> None:
+    config = PlotsConfig(logs=tmp_path / "logs", output_dir=tmp_path / "plots")
+    out_of_memory = write([], status="out_of_memory")
+    main(config)
+    fine = write([1.0, 1.0, 5.0], factor=4)
+    main(config)
+    assert "no: out of memory" in (config.output_dir / "results.md").read_text()
+    write([], name="failed.out", status="failed")
+    for path in (out_of_memory, fine):
+        path.unlink()
+    main(config)
+    text = (config.output_dir / "results.md").read_text()
+    assert "left out: failed.out: failed without" in text and "no figure" in text
+
+
+def test_many_logs_are_drawn_in_time(write: Write, tmp_path: Path) -> None:
+    """2,000 logs of 1,000 steps take less than 30 s; here 100, and the figures, on any machine."""
+    path = write([])
+    step = StepRecord(1, 11.1, 7774.49, 99.1, 40.1, 400.1, 1.2, 3e-6, 0.52, 54.3, 60.1)
+    lines = [format_step(step).replace("Step: 1 ", f"Step: {n} ") + "\n" for n in range(1, 1001)]
+    text = "".join(lines)
+    head, end = path.read_text().splitlines(keepends=True)
+    for number in range(100):
+        (path.parent / f"{number}.out").write_text(head + text + end)
+    started = time.process_time()
+    main(PlotsConfig(logs=path.parent, output_dir=tmp_path / "plots"))
+    assert time.process_time() - started < 60
+
+
+@pytest.mark.skipif(
+    not list((ROOT / "plots").glob("published/*/results.csv")), reason="no study is published yet"
+)
+def test_published_figures_are_fresh() -> None:
+    for path in (ROOT / "plots" / "published").glob("*/results.csv"):
+        folder = ROOT / "logs" / "published" / path.parent.name / "scaling"
+        frame = study(PlotsConfig(logs=folder), load_runs(folder)[0])
+        assert path.read_text() == results_csv(frame), "run make figures"
+
+
+def test_table_columns_hold_what_the_study_needs(write: Write, tmp_path: Path) -> None:
+    write([1.0, 1.0, 5.0])
+    frame = study(PlotsConfig(logs=tmp_path / "logs"), load_runs(tmp_path / "logs")[0])
+    needed = (
+        "strategy factor num_parameters fsdp gpus nodes batch_size compute_dtype compiled num_steps"
+        " activation_checkpointing tokens_per_s tokens_per_s_median tokens_per_s_p25 mfu_pct tflops"
+        " training_tokens_pct peak_gib status log commit device torch_version"
+    )
+    assert set(needed.split()) <= set(frame.columns) == set(table([]).columns)
+    assert json.loads(frame["other_flags"].item()) == {"packing": True, "profile": False}
