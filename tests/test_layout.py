@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Documentation is not held against anybody: docstrings, comments and blank lines are not counted.
-MAX_LINES_OF_CODE = 3300
+MAX_LINES_OF_CODE = 4300
 MAX_LINES_FUNCTION = 60
 MAX_LINES_DIFFERENT = 12
 
@@ -39,12 +39,15 @@ ROOMS: dict[str, tuple[str, str]] = {
     "trainer": (TRAINING_ROOMS, "torch tqdm"),
     "train": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
     "train_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
-    "load_model_no_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
+    "probe": (f"{TRAINING_ROOMS} trainer", "torch"),
+    "search": (f"{TRAINING_ROOMS} trainer probe", "torch"),
+    "load_model_no_fsdp": ("cli distributed search", "torch"),
     "analysis": (LOG_ROOMS, "numpy pandas"),
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
     "plots": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
-    "figures": (f"{LOG_ROOMS} cli memory analysis parity", "numpy pandas"),
+    "fit_report": (f"{LOG_ROOMS} memory", "seaborn matplotlib"),
+    "figures": (f"{LOG_ROOMS} cli memory analysis parity fit_report", "numpy pandas"),
 }
 NO_TORCH = [room for room, (_, packages) in ROOMS.items() if "torch" not in packages.split()]
 EXISTING = [path.stem for path in sorted(ROOT.glob("*.py"))]

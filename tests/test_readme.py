@@ -22,6 +22,8 @@ CONFIG_CLASSES = {
     "train_fsdp.py": ("train_config", "FSDPTrainConfig"),
     "loss_ablation.py": ("loss_ablation", "AblationConfig"),
     "figures.py": ("figures", "FiguresConfig"),
+    "memory.py": ("memory", "FitConfig"),
+    "load_model_no_fsdp.py": ("search", "SearchConfig"),
 }
 TREE = re.search(r"## What is where\n\n```\n(.*?)```", README, re.DOTALL)
 
