@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from distributed import World
+from distributed import World, launched_world_size
 from job import describe_run
 from memory import CONTEXT_BYTES, Memory, describe, largest_factor
 from model import (
@@ -120,7 +120,8 @@ def search(low: int, high: int, start: int, fits: Callable[[int], bool]) -> int 
 
     Begins at ``start``, gallops away from it while the answer is the same, then bisects.
     """
-    good, bad, stride = low - 1, high + 1, 1
+    good, bad = low - 1, high + 1
+    strides = iter([1, *(2**n for n in range(high.bit_length() + 1))])
     factor = min(max(start, low), high)
     while bad - good > 1:
         if fits(factor):
@@ -129,10 +130,12 @@ def search(low: int, high: int, start: int, fits: Callable[[int], bool]) -> int 
         else:
             bad = factor
             galloping = good == low - 1
-        factor = good + stride if bad == high + 1 else bad - stride
-        factor = factor if galloping else (good + bad) // 2
+        if galloping:
+            stride = next(strides)
+            factor = good + stride if bad == high + 1 else bad - stride
+        else:
+            factor = (good + bad) // 2
         factor = min(max(factor, good + 1), bad - 1)
-        stride *= 2
     return good if good >= low else None
 
 
@@ -140,6 +143,8 @@ class Search:
     """One search: its inputs, the bound on memory, and the log."""
 
     def __init__(self, config: SearchConfig, world_size: int = 1) -> None:
+        if launched_world_size() > 1:
+            raise ValueError("a search runs on one rank: start it without torchrun")
         self.config, self.world_size = config, world_size
         self.started = time.perf_counter()
         self.limit_bytes: int | None = None
@@ -153,7 +158,7 @@ class Search:
         if limit is not None:
             self.limit_bytes = int(limit * GIB)
         if not on_gpu:
-            self.limit_bytes = min(self.limit_bytes or self.device.free, self.device.free)
+            self.limit_bytes = self.bound
         self.log = LogWriter(config.log_file)
         self._check_bound()
 
@@ -226,7 +231,7 @@ class Search:
     @property
     def bound(self) -> int:
         """Bytes that a probe can have."""
-        return self.device.free if self.limit_bytes is None else self.limit_bytes
+        return min(self.device.free, self.limit_bytes or self.device.free)
 
     def guess(self) -> int:
         """Largest factor that should fit."""

@@ -9,6 +9,7 @@ A log each in ``--output-dir``; what is complete is not repeated, so that an int
 on. Ends with the figure and the tables.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -110,7 +111,8 @@ def run_job(job: Job, folder: Path) -> None:
     log.unlink(missing_ok=True)
     started = time.monotonic()
     if job.world_size > 1:
-        Search(replace(job.search, log_file=log), job.world_size).run()
+        with contextlib.redirect_stdout(sys.stderr):
+            Search(replace(job.search, log_file=log), job.world_size).run()
     else:
         command = steps_command(job, folder) if job.answer_of else search_command(job.search)
         if command is None:
