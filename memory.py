@@ -174,31 +174,40 @@ def moments(setup: Setup) -> list[Memory]:
 
     FSDP2 gathers a group into a buffer and copies it out (one rank copies without a buffer; both
     stand until the next group is gathered), and in the backward gathers the next group ahead. The
-    head stays gathered.
+    head stays gathered. A block needs most while its feed-forward part is differentiated: only the
+    gradient of its down projection is there by then.
     """
     config, layers = setup.config, setup.config.n_layers
     block, ends = count_block_params(config), config.vocab_size * config.dim
-    num_params = count_params(config)
+    before_end = count_params(config) - ends  # all but the embedding
     width, kept, extra = setup.compute_bytes, saved_per_block(setup), backward_extra(setup)
-    full = layers * kept
+    full, last = layers * kept, kept + extra
     loss, loss_backward = loss_bytes(setup)
-    buffer = int(setup.shards > 1)
-    pending = ends * FP32_BYTES  # the head's reduction, until the last block's
-    waiting = block * FP32_BYTES  # a block's, until the next group's
+    buffer, down = int(setup.shards > 1), config.dim * config.ffn_hidden
+    pair = (1 + buffer) * block  # the block at hand, and the next one in its buffer
+    whole = 0 if setup.reshard_after_forward else layers * block + ends
+    ahead = block + (ends if whole else buffer * ends)
+    waiting = block * FP32_BYTES  # the last reduction's buffer, until the next group's reduction
+    # Without FSDP a gradient counts where it is; with it, once it is reduced.
+    here = 0 if setup.fsdp else down
     parts = (
-        ("loss", 0, (1 + buffer) * ends, 0, full, loss),
-        ("backward of the loss", 0, ends, 0, full, loss_backward),
-        ("reduction of the head", 0, block, reduction(setup, ends), full, 0),
-        ("last block", ends + block, 2 * block, pending + block * width, full + extra, 0),
-        ("first block", num_params - ends, block + buffer * ends, waiting + block * width,
-         kept + extra, 0),
-        ("gathered embedding", num_params - ends, ends, waiting + ends * width, 0, 0),
-        ("embedding", num_params - ends, 0, reduction(setup, ends), 0, embedding_bytes(setup)),
-        ("optimizer", num_params, 0, 0, 0, 0),
+        ("loss", 0, (1 + buffer) * ends + whole, 0, full, loss),
+        ("backward of the loss", 0, ends + whole, 0, full, loss_backward),
+        ("reduction of the head", 0, whole or block, reduction(setup, ends), full, 0),
+        ("last block", ends + here, whole or pair,
+         ends * FP32_BYTES + down * width, full + extra, 0),
+        ("second block", before_end - 2 * block + here, min(whole, 2 * block + ends) or pair,
+         waiting + down * width, last + kept, 0),
+        ("first block", before_end - block + here, ahead, waiting + down * width, last, 0),
+        ("its gradients", before_end - block, ahead, waiting + block * width, 0, 0),
+        ("its reduction", before_end - block, ahead - block, reduction(setup, block), 0, 0),
+        ("gathered embedding", before_end, ends, waiting + ends * width, 0, 0),
+        ("embedding", before_end, 0, reduction(setup, ends), 0, embedding_bytes(setup)),
+        ("optimizer", count_params(config), 0, 0, 0, 0),
     )  # fmt: skip
     return [
-        _at_moment(setup, name, done, gathered, reducing, Memory(activations=kept_now, loss=extra))
-        for name, done, gathered, reducing, kept_now, extra in parts
+        _at_moment(setup, name, done, gathered, reducing, Memory(activations=saved, loss=loss))
+        for name, done, gathered, reducing, saved, loss in parts
     ]
 
 
@@ -234,8 +243,6 @@ def _at_moment(
         reducing += done * FP32_BYTES // setup.shards
     if setup.grad_accumulation_steps > 1:
         done = num_params
-    if not setup.reshard_after_forward:
-        gathered += num_params - ends
     on_device = 0 if setup.cpu_offload else each
     head = ends * setup.compute_bytes if setup.casts_weights and rest.loss else 0
     return replace(

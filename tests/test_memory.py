@@ -7,16 +7,19 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import memory
-from distributed import World
+from distributed import Sharding, World, local_tensor, shard, simulated_world
 from fit_report import error_rows, simulated_rows
 from memory import GIB, ActivationCheckpointing, Setup, moments, predict, saved_per_block
 from model import Transformer
@@ -138,53 +141,69 @@ def test_a_block_keeps_what_the_formula_says(
 
 
 class PeakMode(TorchDispatchMode):
-    """Most bytes of tensors that were alive at once, beside those that were before (given)."""
+    """Most bytes of storages that were alive at once, those given included."""
 
     def __init__(self, before: list[Tensor]) -> None:
         super().__init__()
-        self.now, self.peak = 0, 0
-        self.seen = {tensor.untyped_storage()._cdata for tensor in before}
+        self.peak = 0
+        self.live: dict[int, weakref.ref[Any]] = {}
+        for tensor in before:
+            self._add(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        torch.utils._pytree.tree_map_only(Tensor, self._count, result)
+        tree_map_only(Tensor, self._add, (args, kwargs, result))
+        # FSDP frees a gathered parameter by resizing its storage: sizes are read anew.
+        alive = [storage for ref in list(self.live.values()) if (storage := ref()) is not None]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
         return result
 
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.seen or size == 0:
-            return
-        self.seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, key, size)
+    def _add(self, tensor: Tensor) -> None:
+        if type(tensor) is Tensor and tensor.untyped_storage()._cdata not in self.live:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            self.live[key] = weakref.ref(storage, lambda _: self.live.pop(key, None))
 
-    def _free(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.now -= size
+
+DTYPE_OF_BYTES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def step_peak(setup: Setup) -> int:
-    """Bytes at the peak of the second step, states included, op by op on the CPU in fp32."""
-    model = build(setup, torch.float32, torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    shape = (setup.batch_size, setup.sequence_length)
-    rows = [
-        tuple(torch.randint(setup.config.vocab_size, shape) for _ in range(2))
-        for _ in range(setup.grad_accumulation_steps)
-    ]
-    peak = 0
-    for _ in range(2):
-        moments_of = [t for state in optimizer.state.values() for t in state.values()]
-        before = [*model.parameters(), model.cos_TK, model.sin_TK, *moments_of]
-        with PeakMode(before) as mode:
-            train_step(
-                model, optimizer, rows, world=World(torch.device("cpu")), loss_scale=1e-3,
-                max_norm=1.0,
-            )  # fmt: skip
-        peak = mode.peak + sum(storages(before).values())
+    """Bytes at the peak of the second step on the CPU, op by op.
+
+    Under FSDP it is the step of a rank whose world is simulated.
+    """
+    model_dtype, compute_dtype = (
+        DTYPE_OF_BYTES[size] for size in (setup.model_bytes, setup.compute_bytes)
+    )
+    model = build(setup, model_dtype, compute_dtype)
+    world = World(torch.device("cpu"))
+    with contextlib.ExitStack() as stack:
+        if setup.fsdp:
+            world = stack.enter_context(fake_world(setup.replicas, setup.shards))
+            sharding = Sharding(compute_dtype, setup.reshard_after_forward)
+            shard(model, world, sharding)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        shape = (setup.batch_size, setup.sequence_length)
+        words = torch.randint(setup.config.vocab_size, shape)
+        peak = 0
+        for _ in range(2):
+            states = [t for state in optimizer.state.values() for t in state.values()]
+            before = [*model.parameters(), model.cos_TK, model.sin_TK, *states]
+            with PeakMode([local_tensor(tensor) for tensor in before]) as mode:
+                rows = [(words, words)] * setup.grad_accumulation_steps
+                train_step(model, optimizer, rows, world=world, loss_scale=1e-3, max_norm=1.0)
+            peak = mode.peak
     return peak
+
+
+@contextlib.contextmanager
+def fake_world(replicas: int, shards: int) -> Iterator[World]:
+    """Rank 0 of a simulated world, with replicas."""
+    with simulated_world(replicas * shards) as world:
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
+        yield dataclasses.replace(world, mesh=mesh)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
