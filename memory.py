@@ -159,7 +159,8 @@ def loss_bytes(setup: Setup) -> tuple[int, int]:
     """
     width, vocab = setup.compute_bytes, setup.config.vocab_size
     chunk = min(setup.num_tokens, CHUNK_COMPILED if setup.compiled else CHUNK_EAGER)
-    per_logit = 2 * width if setup.compiled else width + 4 * FP32_BYTES
+    own = width if width != FP32_BYTES else 0  # in fp32 the logits are not copied
+    per_logit = 2 * width if setup.compiled else own + 4 * FP32_BYTES
     weight, inputs = vocab * setup.config.dim, 2 * width * setup.num_tokens * setup.config.dim
     forward = chunk * vocab * per_logit
     if chunk < setup.num_tokens:
