@@ -123,12 +123,12 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     config = FitConfig(gpu_memory_gib=device_gib)
     for mode in get_args(ActivationCheckpointing):
         sizes = [_largest(config, gpus, mode) for gpus in GPUS]
-        axes.plot(GPUS, sizes, label=f"{mode} checkpointing, predicted")
+        axes.plot(GPUS, sizes, label=f"{'no' if mode == 'none' else mode} checkpointing")
     ideal = [gpus * device_gib * GIB / STATE_BYTES for gpus in GPUS]
     axes.plot(GPUS, ideal, "--", color="gray", label=f"ideal: {STATE_BYTES} bytes a parameter")
     bests = simulated_bests(folder)
     points = [(gpus, best["num_parameters"]) for gpus, best in bests]
-    axes.plot(*zip(*points, strict=True), "o", color="black", label="run, simulated ranks")
+    axes.plot(*zip(*points, strict=True), "o", color="black", label="tried, ranks simulated")
     wall = count_params(build_config("all", EARLIER_WALL, MODEL_VOCAB_SIZE))
     axes.axhline(wall, color="firebrick", linewidth=1)
     reason = f"the earlier wall, factor {EARLIER_WALL}: activations, which more GPUs do not divide"
@@ -136,7 +136,7 @@ def plot_what_fits(folder: Path, path: Path) -> None:
                   color="firebrick", fontsize=9)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="Largest trainable parameters")
     axes.set_xticks(GPUS, [str(gpus) for gpus in GPUS], minor=False)
-    axes.legend()
+    axes.legend(title=f"{device_gib:.0f} GiB a GPU, sequence 4096, lines predicted")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -29,6 +29,8 @@ from trainer import build_model, materialize, train
 Mode = Literal["load", "train"]
 REPOSITORY = Path(__file__).resolve().parent
 EXIT_OUT_OF_MEMORY = 3
+# Libraries that cannot allocate abort; the kernel kills.
+MEMORY_SIGNALS = (-signal.SIGKILL, -signal.SIGABRT, -signal.SIGBUS)
 # What the kernel and file mappings may take beside a process's data: the bound stays below.
 HOST_RESERVE = 0.05
 
@@ -86,7 +88,7 @@ def run_probe(probe: Probe) -> Outcome:
         return Outcome(True, seconds, end["peak_gib"], end["peak_reserved_gib"])
     if done.returncode == EXIT_OUT_OF_MEMORY:
         return Outcome(False, seconds, reason=f"{end['phase']}: {end['reason'].split(';')[0]}")
-    if done.returncode < 0:  # libraries that cannot allocate abort; the kernel kills
+    if done.returncode in MEMORY_SIGNALS:
         name = signal.Signals(-done.returncode).name
         return Outcome(False, seconds, reason=f"the probe was killed by {name}")
     said = (end.get("reason") or done.stderr.strip() or "it said nothing").splitlines()[-1]
