@@ -78,4 +78,4 @@ def shares_of_step(record: Mapping, step_s: float | None) -> dict[str, float]:
     busy = {kind: record["seconds_per_step"][kind] for kind in KINDS if kind != IDLE}
     total = max(step_s or record["wall_s_per_step"], sum(busy.values()))
     shares = {kind: seconds / total for kind, seconds in busy.items()}
-    return shares | {IDLE: 1 - sum(shares.values())}
+    return shares | {IDLE: 1.0 - sum(shares.values())}

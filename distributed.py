@@ -60,7 +60,7 @@ class World:
     size: int = 1
     num_nodes: int = 1
     mesh: DeviceMesh | None = field(default=None, compare=False)
-    store: dist.Store | None = field(default=None, compare=False)
+    store: dist.Store | None = field(default=None, compare=False)  # None: nobody to watch
 
     def sum_host(self, values: Sequence[float]) -> list[float]:
         """Sum of numbers over all ranks, in fp64 and through the host: no GPU waits for it."""
@@ -153,6 +153,21 @@ def sharded_world(replicas: int) -> Iterator[World]:
     dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def simulated_world(size: int) -> Iterator[World]:
+    """Rank 0 of a world whose other ranks do not exist: real memory and compute, no communication.
+
+    Collectives of PyTorch's fake process group do nothing, so losses and gradients are wrong.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    device = pick_device()
+    dist.init_process_group(backend="fake", store=FakeStore(), rank=0, world_size=size)
+    mesh = init_device_mesh(device.type, (1, size), mesh_dim_names=("replicate", "shard"))
+    yield World(device, 0, size, 1, mesh)
+    dist.destroy_process_group()
+
+
 def _connect(rank: int, size: int) -> dist.Store:
     """A connection of its own to the job's key-value store."""
     if "MASTER_ADDR" not in os.environ:  # python train_fsdp.py: nobody to talk to
@@ -188,6 +203,9 @@ def shard(model: Transformer, world: World, sharding: Sharding) -> None:
     use. Gradients are reduced in fp32. The head is not resharded: its backward comes at once.
     """
     assert world.mesh is not None
+    # With a mesh of two dimensions FSDP2 keeps every reduced gradient in fp32 to the end of the
+    # backward, for an all-reduce over replicas, be it over one (AllReduceState).
+    mesh = world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"]
     on_gpu = world.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if sharding.cpu_offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(
@@ -199,7 +217,7 @@ def shard(model: Transformer, world: World, sharding: Sharding) -> None:
     def wrap(module: nn.Module, reshard: bool) -> None:
         fully_shard(
             module,
-            mesh=world.mesh,
+            mesh=mesh,
             reshard_after_forward=reshard,
             mp_policy=precision,
             offload_policy=offload,

@@ -24,6 +24,7 @@ from analysis import (
 )
 from cli import parse_flags, refuse
 from comparison import scaling_section
+from fit_report import MIN_PEAK_GIB, error_rows, read_searches, search_rows, simulated_rows
 from model_config import ScalingStrategy, build_config, count_params
 from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
 from run_log import RunLog
@@ -161,6 +162,51 @@ def bench(published: Path) -> str:
     return f"### How fast, and how close to the chip\n\n{table}" if table else ""
 
 
+def what_fits_tables(folder: Path) -> str:
+    """The tables of the fitting experiment in a folder of its logs; empty without any."""
+    if not folder.exists() or not read_searches(folder):
+        return ""
+    run = read_searches(folder)[0].run or {}
+    errors = "predicted GiB | measured GiB | error (%)"
+    tables = (
+        (
+            f"{run['device']}, torch {run['versions']['torch']}, bf16, sequence"
+            f" {run['config']['sequence_length']:,}, one row. The largest model that fits one"
+            " device: `load`, its parameters; `train`, two steps, and then five of train.py.",
+            "mode | strategy | checkpointing | limit GiB | largest factor | parameters | "
+            f"{errors} | probes | seconds | at the answer | log",
+            search_rows(folder),
+        ),
+        (
+            "On more GPUs, under FSDP, **simulated**: one real rank of a world whose collectives"
+            " do nothing (real memory and compute, no communication).",
+            f"GPUs | strategy | checkpointing | largest factor | parameters | {errors}",
+            simulated_rows(folder),
+        ),
+        (
+            "The memory model (`memory.py`) against the allocator, every run above"
+            f" {MIN_PEAK_GIB:.0f} GiB on one device without FSDP:",
+            f"strategy | factor | rows | checkpointing | compiled | {errors}",
+            error_rows(folder),
+        ),
+    )
+    return "\n\n".join(
+        f"{text}\n\n{markdown_table(header.split(' | '), rows)}"
+        for text, header, rows in tables
+        if rows
+    )
+
+
+def what_fits(published: Path) -> str:
+    """The fitting experiment on one H200, with its figure once that is drawn."""
+    tables = what_fits_tables(published / "h200" / "what_fits")
+    if not tables:
+        return ""
+    figure = published.parent.parent / "plots" / "published" / "what_fits.png"
+    shown = "![What trains on how many GPUs](plots/published/what_fits.png)\n\n"
+    return f"### What fits?\n\n{shown if figure.exists() else ''}{tables}"
+
+
 def parity_comparisons(folder: Path) -> list[tuple[str, Comparison]]:
     """(configuration, comparison) of each FSDP run in a folder.
 
@@ -272,6 +318,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "parity": parity,
     "model-sizes": model_sizes,
     "scaling": scaling_section,
+    "what-fits": what_fits,
 }
 
 

@@ -123,6 +123,10 @@ class LogWriter:
         """Write a ``Kind: {json}`` line; numbers that are not finite become strings."""
         self._write(f"{kind}: {json.dumps(_finite(values), default=str)}")
 
+    def text(self, line: str) -> None:
+        """Write a line for people, which the reader skips."""
+        self._write(line)
+
     def close(self) -> None:
         """Close the file, if one was opened."""
         if self._file is not None:

@@ -7,7 +7,7 @@ anything is started or written.
 import contextlib
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ import torch
 
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
+from memory import Setup, describe, predict
 from model import (
     ActivationCheckpointing,
     ScalingStrategy,
@@ -23,9 +24,7 @@ from model import (
     count_params,
     flops_per_token,
 )
-from utils import DTYPES, GIB, DtypeName
-
-OPTIMIZER_STATES = 2  # AdamW: first and second moment, in the dtype of the parameters
+from utils import DTYPES, DtypeName
 
 
 @dataclass(frozen=True)
@@ -209,12 +208,32 @@ def probe_data(corpus: Corpus, tokenizer: Tokenizer) -> None:
         next(loader)
 
 
+def memory_setup(config: TrainConfig, inputs: Inputs, num_ranks: int | None = None) -> Setup:
+    """What the memory model needs to know of a run (default: on the ranks that were launched)."""
+    setup = Setup(
+        config=inputs.model_config,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        grad_accumulation_steps=config.grad_accumulation_steps,
+        model_bytes=DTYPES[config.model_dtype].itemsize,
+        compute_bytes=inputs.compute_dtype.itemsize,
+        checkpointing=config.activation_checkpointing,
+        compiled=config.compile,
+    )
+    if not isinstance(config, FSDPTrainConfig):
+        return setup
+    return replace(
+        setup,
+        fsdp=True,
+        shards=(num_ranks or launched_world_size()) // config.replicas,
+        replicas=config.replicas,
+        cpu_offload=config.cpu_offload,
+        reshard_after_forward=config.reshard_after_forward,
+    )
+
+
 def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
-    """Parameters, FLOPs and tokens of a step, and the bytes of the states per GPU, as text."""
-    num_params = count_params(inputs.model_config)
-    num_shards = launched_world_size() // getattr(config, "replicas", 1)
-    bytes_each = num_params * DTYPES[config.model_dtype].itemsize / num_shards
-    place = "host memory" if getattr(config, "cpu_offload", False) else "device memory"
+    """Parameters, FLOPs and tokens of a step, and the memory that it needs per rank, as text."""
     shape = inputs.model_config
     rows = {
         "model": f"{config.scaling_strategy} {config.scaling_factor}",
@@ -223,15 +242,11 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
             f"{config.model_dtype}, {str(inputs.compute_dtype).removeprefix('torch.')}"
         ),
         "steps": f"{config.training_steps:,}",
-        "parameters": f"{num_params:,}",
+        "parameters": f"{count_params(shape):,}",
         "FLOPs per token": f"{inputs.flops_per_token:,}",
         "tokens per step": f"{inputs.global_batch * config.sequence_length:,}",
         "documents": f"{inputs.corpus.num_documents:,}",
-        f"parameters per rank, {place} (GiB)": f"{bytes_each / GIB:.2f}",
-        "gradients per rank (GiB)": f"{bytes_each / GIB:.2f}",
-        "optimizer state per rank (GiB)": f"{OPTIMIZER_STATES * bytes_each / GIB:.2f}",
-        "all three (activations come on top) (GiB)": (
-            f"{(2 + OPTIMIZER_STATES) * bytes_each / GIB:.2f}"
-        ),
+        "": "predicted, per rank",
+        **describe(predict(memory_setup(config, inputs))),
     }
     return "\n".join(f"{name:<44}{value:>20}" for name, value in rows.items())

@@ -43,14 +43,17 @@ ROOMS: dict[str, tuple[str, str]] = {
     "trainer": (TRAINING_ROOMS, "torch tqdm"),
     "train": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
     "train_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
-    "load_model_no_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
+    "probe": (f"{TRAINING_ROOMS} trainer", "torch"),
+    "search": (f"{TRAINING_ROOMS} trainer probe", "torch"),
+    "load_model_no_fsdp": ("cli distributed search", "torch"),
     "analysis": (LOG_ROOMS, "numpy pandas"),
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
+    "fit_report": (f"{LOG_ROOMS} memory", "seaborn matplotlib"),
     "study": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "comparison": (f"{LOG_ROOMS} breakdown analysis study", "numpy pandas"),
     "plots": (f"{LOG_ROOMS} breakdown cli analysis study", "numpy pandas seaborn matplotlib tyro"),
-    "figures": (f"{LOG_ROOMS} cli memory analysis parity comparison", "numpy pandas"),
+    "figures": (f"{LOG_ROOMS} cli memory analysis parity comparison fit_report", "numpy pandas"),
 }
 NO_TORCH = [room for room, (_, packages) in ROOMS.items() if "torch" not in packages.split()]
 EXISTING = [path.stem for path in sorted(ROOT.glob("*.py"))]

@@ -23,6 +23,8 @@ CONFIG_CLASSES = {
     "loss_ablation.py": ("loss_ablation", "AblationConfig"),
     "plots.py": ("plots", "PlotsConfig"),
     "figures.py": ("figures", "FiguresConfig"),
+    "memory.py": ("memory", "FitConfig"),
+    "load_model_no_fsdp.py": ("search", "SearchConfig"),
 }
 TREE = re.search(r"## What is where\n\n```\n(.*?)```", README, re.DOTALL)
 

@@ -1,0 +1,147 @@
+"""What do the logs of the fitting experiment say: tables for README.md, and the figure.
+
+Read from a folder that benchmarks/what_fits.py wrote. Every probe's record holds what the memory
+model predicted beside what was measured.
+"""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import seaborn as sns
+
+from memory import (
+    GIB,
+    MODEL_VOCAB_SIZE,
+    ActivationCheckpointing,
+    FitConfig,
+    largest_of,
+    setup_of,
+)
+from model_config import build_config, count_params
+from run_log import RunLog, read_run
+
+# Smaller peaks are mostly what every process has.
+MIN_PEAK_GIB = 10.0
+GPUS = (1, 2, 4, 8, 16, 32, 64)
+EARLIER_WALL = 14  # the largest `all` factor that the earlier experiment trained on any GPUs
+STATE_BYTES = 8  # per parameter: bf16 parameter, gradient and two moments
+
+
+def read_searches(folder: Path) -> list[RunLog]:
+    """Logs with probes, by name."""
+    return [run for path in sorted(folder.glob("*.out")) if (run := read_run(path)).probes]
+
+
+def best_probe(run: RunLog) -> dict[str, Any] | None:
+    """The largest probe that fits, None without one."""
+    fitting = [probe for probe in run.probes if probe["fits"]]
+    return max(fitting, key=lambda probe: probe["factor"], default=None)
+
+
+def search_rows(folder: Path) -> list[list[str]]:
+    """A row per search on one device: what fits, how far off the prediction was, and the proof.
+
+    The proof is the log of five steps of train.py at the answer, ``steps_…`` beside ``train_…``.
+    """
+    rows = []
+    for run in read_searches(folder):
+        config, best = (run.run or {})["config"], best_probe(run)
+        if (run.run or {})["simulated"] or config["low"] == config["high"] or best is None:
+            continue
+        limit = config["memory_limit_gib"]
+        proof = folder / run.path.name.replace("train_", "steps_")
+        steps = read_run(proof) if config["mode"] == "train" and proof.exists() else None
+        rows.append([
+            config["mode"],
+            f"`{best['scaling_strategy']}`",
+            best["activation_checkpointing"] if config["mode"] == "train" else "",
+            "none" if limit is None else f"{limit:g}",
+            f"{'at least ' * (best['factor'] == config['high'])}{best['factor']}",
+            f"{best['num_parameters']:,}",
+            *_prediction(best),
+            str(len(run.probes)),
+            f"{(run.end or {})['seconds']['total']:.0f}",
+            f"{len(steps.steps)} steps, {steps.status}" if steps else "",
+            run.path.name,
+        ])  # fmt: skip
+    return rows
+
+
+def _prediction(probe: dict[str, Any]) -> list[str]:
+    """Predicted and measured peak, and the error."""
+    predicted, peak = probe["predicted_gib"], probe["peak_gib"]
+    return [f"{predicted:.2f}", f"{peak:.2f}", f"{100 * (predicted / peak - 1):+.2f}"]
+
+
+def error_rows(folder: Path) -> list[list[str]]:
+    """A row per model that was trained on one device: the error of the memory model."""
+    probes = {}
+    for run in read_searches(folder):
+        batch = (run.run or {})["config"]["batch_size"]
+        for probe in run.probes:
+            large = probe["fits"] and probe["peak_gib"] > MIN_PEAK_GIB
+            if large and probe["mode"] == "train" and not probe["simulated"]:
+                what = ("scaling_strategy", "factor", "activation_checkpointing", "compile")
+                probes[(*(probe[name] for name in what), batch)] = probe
+    return [
+        [f"`{strategy}`", str(factor), str(batch), checkpointing, "yes" if compiled else "no",
+         *_prediction(probes[strategy, factor, checkpointing, compiled, batch])]
+        for strategy, factor, checkpointing, compiled, batch in sorted(probes)
+    ]  # fmt: skip
+
+
+def simulated_bests(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(GPUs, largest probe that fits) of each simulated search, in order."""
+    found = []
+    for run in read_searches(folder):
+        best = best_probe(run)
+        if best is not None and best["simulated"]:
+            found.append((best["world_size"], best))
+    return sorted(found, key=lambda pair: (pair[0], pair[1]["factor"]))
+
+
+def simulated_rows(folder: Path) -> list[list[str]]:
+    """A row per simulated search."""
+    return [
+        [str(gpus), f"`{best['scaling_strategy']}`", best["activation_checkpointing"],
+         str(best["factor"]), f"{best['num_parameters']:,}", *_prediction(best)]
+        for gpus, best in simulated_bests(folder)
+    ]  # fmt: skip
+
+
+def plot_what_fits(folder: Path, path: Path) -> None:
+    """Largest trainable `all` model against GPUs: predicted lines, points that were run."""
+    sns.set_theme(style="whitegrid", palette="colorblind")
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    runs = read_searches(folder)
+    device_gib = max((run.run or {})["device_gib"] for run in runs)
+    config = FitConfig(gpu_memory_gib=device_gib)
+    for mode in get_args(ActivationCheckpointing):
+        sizes = [_largest(config, gpus, mode) for gpus in GPUS]
+        axes.plot(GPUS, sizes, label=f"{'no' if mode == 'none' else mode} checkpointing")
+    ideal = [gpus * device_gib * GIB / STATE_BYTES for gpus in GPUS]
+    axes.plot(GPUS, ideal, "--", color="gray", label=f"ideal: {STATE_BYTES} bytes a parameter")
+    bests = simulated_bests(folder)
+    points = [(gpus, best["num_parameters"]) for gpus, best in bests]
+    axes.plot(*zip(*points, strict=True), "o", color="black", label="tried, ranks simulated")
+    wall = count_params(build_config("all", EARLIER_WALL, MODEL_VOCAB_SIZE))
+    axes.axhline(wall, color="firebrick", linewidth=1)
+    reason = f"the earlier wall, factor {EARLIER_WALL}: activations, which more GPUs do not divide"
+    axes.annotate(reason, (GPUS[-1], wall), (0, -12), textcoords="offset points", ha="right",
+                  color="firebrick", fontsize=9)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="Largest trainable parameters")
+    axes.set_xticks(GPUS, [str(gpus) for gpus in GPUS], minor=False)
+    axes.legend(title=f"{device_gib:.0f} GiB a GPU, sequence 4096, lines predicted")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _largest(config: FitConfig, gpus: int, mode: ActivationCheckpointing) -> int:
+    _, setup = largest_of(config, setup_of(config, gpus, False, mode))
+    return count_params(setup.config)

@@ -1,0 +1,367 @@
+"""How much memory does a training step take per GPU, and what is the largest model that fits?
+
+    python memory.py --gpu-memory-gib 139.8 --gpus 1,2,4,8,16 --scaling-strategy all
+
+From the configuration alone: nothing is allocated, no torch. A peak is the largest of several
+moments of a step, since gradients grow while activations go. The formulas follow model.py, loss.py,
+step.py and FSDP2's sources (torch/distributed/fsdp/_fully_shard); constants are named below.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Literal, get_args
+
+from cli import parse_flags
+from model_config import (
+    ScalingStrategy,
+    TransformerConfig,
+    build_config,
+    count_block_params,
+    count_params,
+)
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+GIB = 2**30
+MODEL_VOCAB_SIZE = 131_072  # of the default tokenizer
+OPTIMIZER_STATES = 2  # AdamW: first and second moment, in the dtype of the parameters
+FP32_BYTES = 4
+# Tokens of logits that stand at a time (loss.py).
+CHUNK_COMPILED, CHUNK_EAGER = 4096, 1024
+# PyTorch's default cuBLAS workspace on Hopper (at::cuda::getChosenWorkspaceSize).
+CUBLAS_BYTES = 32 * 2**20
+# Driver, kernels and libraries of one process; nvidia-smi on an idle H200 process: 0.5 to 0.8 GiB.
+CONTEXT_BYTES = int(0.8 * GIB)
+# Documented defaults of NCCL: 4 MiB a buffer (NCCL_BUFFSIZE), up to 32 channels, both directions.
+NCCL_BYTES = 2 * 32 * 4 * 2**20
+# Initial weights are drawn in runs of 2^22 numbers in fp32, two of which stand (weights.py).
+FILL_BYTES = 2 * FP32_BYTES * 2**22
+# Reserved beyond allocated without FSDP, in the published benchmark: 0.03 to 0.9 % above 20 GiB.
+FRAGMENTATION = 0.01
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how; bytes are those of one number."""
+
+    config: TransformerConfig
+    sequence_length: int
+    batch_size: int = 1
+    grad_accumulation_steps: int = 1
+    model_bytes: int = 2
+    compute_bytes: int = 2
+    checkpointing: ActivationCheckpointing = "none"
+    compiled: bool = True
+    fsdp: bool = False
+    shards: int = 1
+    replicas: int = 1
+    cpu_offload: bool = False
+    reshard_after_forward: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of one micro-batch of one rank."""
+        return self.batch_size * self.sequence_length
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether the modules cast their own weights (under FSDP they are gathered cast)."""
+        return self.model_bytes != self.compute_bytes and not self.fsdp
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at one moment, by kind."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    unsharded_parameters: int = 0
+    unsharded_gradients: int = 0
+    activations: int = 0
+    loss: int = 0
+    workspace: int = 0
+    communication: int = 0
+    host: int = 0
+    moment: str = ""
+
+    @property
+    def allocated(self) -> int:
+        """What PyTorch's allocator has allocated."""
+        outside = {"communication", "host", "moment"}
+        return sum(getattr(self, f.name) for f in fields(self) if f.name not in outside)
+
+    @property
+    def reserved(self) -> int:
+        """What PyTorch's allocator has taken from the device, fragments included."""
+        return int(self.allocated * (1 + FRAGMENTATION))
+
+    @property
+    def total(self) -> int:
+        """What the device must have: reserved, context and communication."""
+        return self.reserved + CONTEXT_BYTES + self.communication
+
+
+def saved_per_token(setup: Setup, checkpointing: ActivationCheckpointing) -> int:
+    """Bytes that one block keeps for its backward, per token.
+
+    Without checkpointing: input of each norm and its output (the input of the projections), query,
+    key, value, attention's output and its fp32 log-sum-exp per head; gate, up, their product, and
+    op by op silu(gate) too; 1/rms of each norm in fp32. Compiled, the partitioner recomputes only
+    what no matmul of the backward reads (is_materialized_backward in torch/_functorch/
+    partitioners.py), which is silu(gate). Selective keeps the block's input, what attention
+    returns, and the outputs of query, key, value, output and (op by op) down. Full: the input.
+    """
+    config, width = setup.config, setup.compute_bytes
+    dim, heads = config.dim, FP32_BYTES * config.n_heads
+    if checkpointing == "full":
+        return width * dim
+    if checkpointing == "selective":
+        return width * ((4 if setup.compiled else 5) * dim + 2 * config.kv_dim) + heads
+    num_hidden = 3 if setup.compiled else 4
+    numbers = 6 * dim + 2 * config.kv_dim + num_hidden * config.ffn_hidden
+    return width * numbers + heads + 2 * FP32_BYTES
+
+
+def saved_per_block(setup: Setup) -> int:
+    """Bytes that one block keeps for its backward; with it the weights that it had to cast.
+
+    Under FSDP the gathered weights have the compute dtype; checkpointing casts again. Compiled, the
+    weights of the norms are cast again too.
+    """
+    saved = setup.num_tokens * saved_per_token(setup, setup.checkpointing)
+    if setup.casts_weights and setup.checkpointing == "none":
+        norms = 2 * setup.config.dim if setup.compiled else 0
+        saved += (count_block_params(setup.config) - norms) * setup.compute_bytes
+    return saved
+
+
+def backward_extra(setup: Setup) -> int:
+    """Bytes that the backward of a block needs beside what it kept.
+
+    What checkpointing recomputes, and at the widest place (the product of SwiGLU) three gradients
+    of the hidden width for one saved tensor just freed, and two of the model's width.
+    """
+    config = setup.config
+    again = saved_per_token(setup, "none") - saved_per_token(setup, setup.checkpointing)
+    flowing = setup.compute_bytes * (2 * config.ffn_hidden + 2 * config.dim)
+    return setup.num_tokens * (again + flowing)
+
+
+def loss_bytes(setup: Setup) -> tuple[int, int]:
+    """Bytes of the head's loss at its widest, (forward, backward); see loss.py.
+
+    Forward: logits and their gradient of one chunk (op by op also logits, two exponentials and
+    one-hot in fp32), and with several chunks the weight's gradient in fp32, the last chunk's share
+    and its logits' gradient. Backward: that gradient, scaled, in the compute dtype. Always the
+    normed input and the gradient of it.
+    """
+    width, vocab = setup.compute_bytes, setup.config.vocab_size
+    chunk = min(setup.num_tokens, CHUNK_COMPILED if setup.compiled else CHUNK_EAGER)
+    own = width if width != FP32_BYTES else 0  # in fp32 the logits are not copied
+    per_logit = 2 * width if setup.compiled else own + 4 * FP32_BYTES
+    weight, inputs = vocab * setup.config.dim, 2 * width * setup.num_tokens * setup.config.dim
+    forward = chunk * vocab * per_logit
+    if chunk < setup.num_tokens:
+        forward += weight * (FP32_BYTES + width) + chunk * vocab * width
+        scaled = width if setup.compiled else width + FP32_BYTES
+        return forward + inputs, weight * (FP32_BYTES + scaled) + inputs
+    return forward + inputs, 2 * weight * width + inputs
+
+
+def moments(setup: Setup) -> list[Memory]:
+    """Memory at each moment of a step that can be its peak (from the second step on).
+
+    FSDP2 gathers a group into a buffer and copies it out (one rank copies without a buffer; both
+    stand until the next group is gathered), and in the backward gathers the next group ahead. The
+    head stays gathered. A block needs most while its feed-forward part is differentiated: only the
+    gradient of its down projection is there by then.
+    """
+    config, layers = setup.config, setup.config.n_layers
+    block, ends = count_block_params(config), config.vocab_size * config.dim
+    before_end = count_params(config) - ends  # all but the embedding
+    width, kept, extra = setup.compute_bytes, saved_per_block(setup), backward_extra(setup)
+    full, last = layers * kept, kept + extra
+    loss, loss_backward = loss_bytes(setup)
+    buffer, down = int(setup.shards > 1), config.dim * config.ffn_hidden
+    pair = (1 + buffer) * block  # the block at hand, and the next one in its buffer
+    whole = 0 if setup.reshard_after_forward else layers * block + ends
+    ahead = block + (ends if whole else buffer * ends)
+    waiting = block * FP32_BYTES  # the last reduction's buffer, until the next group's reduction
+    # Without FSDP a gradient counts where it is; with it, once it is reduced.
+    here = 0 if setup.fsdp else down
+    parts = (
+        ("loss", 0, (1 + buffer) * ends + whole, 0, full, loss),
+        ("backward of the loss", 0, ends + whole, 0, full, loss_backward),
+        ("reduction of the head", 0, whole or block, reduction(setup, ends), full, 0),
+        ("last block", ends + here, whole or pair,
+         ends * FP32_BYTES + down * width, full + extra, 0),
+        ("second block", before_end - 2 * block + here, min(whole, 2 * block + ends) or pair,
+         waiting + down * width, last + kept, 0),
+        ("first block", before_end - block + here, ahead, waiting + down * width, last, 0),
+        ("its gradients", before_end - block, ahead, waiting + block * width, 0, 0),
+        ("its reduction", before_end - block, ahead - block, reduction(setup, block), 0, 0),
+        ("gathered embedding", before_end, ends, waiting + ends * width, 0, 0),
+        ("embedding", before_end, 0, reduction(setup, ends), 0, embedding_bytes(setup)),
+        ("optimizer", count_params(config), 0, 0, 0, 0),
+    )  # fmt: skip
+    return [
+        _at_moment(setup, name, done, gathered, reducing, Memory(activations=saved, loss=loss))
+        for name, done, gathered, reducing, saved, loss in parts
+    ]
+
+
+def reduction(setup: Setup, numel: int) -> int:
+    """Bytes while FSDP2 reduces the gradients of a group (foreach_reduce).
+
+    They are cast into one fp32 buffer (which stands until the next group's reduction), then freed;
+    the buffer is reduced into a shard, which is cast to the parameters' dtype.
+    """
+    shard = FP32_BYTES + (setup.model_bytes if setup.model_bytes != FP32_BYTES else 0)
+    return numel * FP32_BYTES + max(numel * setup.compute_bytes, numel * shard // setup.shards)
+
+
+def embedding_bytes(setup: Setup) -> int:
+    """Bytes of the embedding's gradient, dense, and of its cast to the parameters' dtype."""
+    if setup.fsdp:  # counted with its reduction
+        return 0
+    cast = setup.model_bytes if setup.casts_weights else 0
+    return setup.config.vocab_size * setup.config.dim * (setup.compute_bytes + cast)
+
+
+def _at_moment(
+    setup: Setup, name: str, done: int, gathered: int, reducing: int, rest: Memory
+) -> Memory:
+    """Memory while the gradients of ``done`` parameters stand and ``gathered`` ones are whole.
+
+    With replicas, FSDP2 keeps each fp32 shard to the end of the backward (AllReduceState).
+    """
+    config, num_params = setup.config, count_params(setup.config)
+    ends = config.vocab_size * config.dim
+    each = setup.model_bytes / (setup.shards if setup.fsdp else 1)
+    if setup.replicas > 1 and setup.model_bytes != FP32_BYTES and name != "optimizer":
+        reducing += done * FP32_BYTES // setup.shards
+    if setup.grad_accumulation_steps > 1:
+        done = num_params
+    on_device = 0 if setup.cpu_offload else each
+    head = ends * setup.compute_bytes if setup.casts_weights and rest.loss else 0
+    return replace(
+        rest,
+        parameters=int(on_device * num_params),
+        gradients=int(on_device * done),
+        optimizer=int(on_device * OPTIMIZER_STATES * num_params),
+        unsharded_parameters=gathered * setup.compute_bytes if setup.fsdp else head,
+        unsharded_gradients=reducing if setup.fsdp else 0,
+        workspace=CUBLAS_BYTES + 2 * FP32_BYTES * setup.sequence_length * config.head_size,
+        communication=NCCL_BYTES if setup.shards * setup.replicas > 1 else 0,
+        host=int((2 + OPTIMIZER_STATES) * num_params * each) if setup.cpu_offload else 0,
+        moment=name,
+    )
+
+
+def predict(setup: Setup) -> Memory:
+    """Memory at the moment of a training step that needs the most."""
+    return max(moments(setup), key=lambda memory: memory.allocated)
+
+
+def predict_load(setup: Setup) -> Memory:
+    """Memory of the parameters alone, on one device, and of the fp32 run that fills one of them."""
+    config = setup.config
+    tables = 2 * FP32_BYTES * setup.sequence_length * config.head_size
+    numel = count_params(config)
+    return Memory(
+        parameters=numel * setup.model_bytes, workspace=tables + FILL_BYTES, moment="load"
+    )
+
+
+def largest_factor(fits: Callable[[int], bool]) -> int:
+    """Largest scaling factor that fits, 0 where none does."""
+    factor = 0
+    while fits(factor + 1):
+        factor += 1
+    return factor
+
+
+def describe(memory: Memory) -> dict[str, str]:
+    """Rows of a table: GiB by kind at the peak, what the device must have, and the host."""
+    kinds = [f.name for f in fields(memory) if f.name not in ("host", "moment")]
+    rows = {f"{name.replace('_', ' ')} (GiB)": getattr(memory, name) for name in kinds}
+    rows |= {
+        f"peak allocated, at: {memory.moment} (GiB)": memory.allocated,
+        "with fragments, context, communication (GiB)": memory.total,
+        "host memory per rank (GiB)": memory.host,
+    }
+    return {name: f"{value / GIB:.2f}" for name, value in rows.items() if value}
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """Print the largest model that trains on each number of GPUs (bf16, compiled, AdamW)."""
+
+    gpu_memory_gib: float
+    """Memory of one GPU (an H200: 139.8)."""
+    gpus: str = "1,2,4,8,16"
+    """Numbers of GPUs, comma-separated; with one, no FSDP unless offloaded."""
+    host_memory_gib: float = math.inf
+    """Memory of the host for each GPU, where offloaded states live."""
+    scaling_strategy: ScalingStrategy = "all"
+    """Grow width and depth together (`all`) or depth alone (`n_layers`)."""
+    sequence_length: int = 4096
+    """Tokens per row."""
+    batch_size: int = 1
+    """Rows per GPU."""
+
+    def __post_init__(self) -> None:
+        numbers = self.gpus.split(",")
+        if not all(number.isdecimal() and int(number) for number in numbers):
+            raise ValueError(f"--gpus must be numbers from 1, such as 1,2,4, not {self.gpus}")
+        if min(self.sequence_length, self.batch_size) < 1 or not self.gpu_memory_gib > 0:
+            raise ValueError("memory, --sequence-length and --batch-size must be greater than 0")
+
+
+def setup_of(config: FitConfig, gpus: int, offload: bool, mode: ActivationCheckpointing) -> Setup:
+    """What is trained, at factor 1: without FSDP on one GPU, unless offloaded."""
+    return Setup(
+        build_config(config.scaling_strategy, 1, MODEL_VOCAB_SIZE),
+        config.sequence_length,
+        config.batch_size,
+        checkpointing=mode,
+        fsdp=gpus > 1 or offload,
+        shards=gpus,
+        cpu_offload=offload,
+    )
+
+
+def largest_of(config: FitConfig, setup: Setup) -> tuple[int, Setup]:
+    """(largest factor, what is trained at it); factor 0 where none fits."""
+
+    def at(factor: int) -> Setup:
+        shape = build_config(config.scaling_strategy, factor, MODEL_VOCAB_SIZE)
+        return replace(setup, config=shape)
+
+    def fits(factor: int) -> bool:
+        memory = predict(at(factor))
+        on_device = memory.total <= config.gpu_memory_gib * GIB
+        return on_device and memory.host <= config.host_memory_gib * GIB
+
+    factor = largest_factor(fits)
+    return factor, at(max(factor, 1))
+
+
+def main(config: FitConfig) -> None:
+    """Print a row for each number of GPUs, place of the states and checkpointing mode."""
+    print("GPUs  checkpointing  offload  factor         parameters  peak GiB  host GiB per GPU")
+    numbers, modes = map(int, config.gpus.split(",")), get_args(ActivationCheckpointing)
+    for gpus, offload, mode in product(numbers, (False, True), modes):
+        factor, setup = largest_of(config, setup_of(config, gpus, offload, mode))
+        row = f"{gpus:>4}  {mode:<13}  {'yes' if offload else 'no':<7}  {factor or 'none':>6}"
+        if factor:
+            memory = predict(setup)
+            row += f"  {count_params(setup.config):>17,}  {memory.allocated / GIB:>8.1f}"
+            row += f"  {memory.host / GIB:>16.1f}"
+        print(row)
+
+
+if __name__ == "__main__":
+    main(parse_flags(FitConfig))
