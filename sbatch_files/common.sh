@@ -20,7 +20,7 @@ step='' asked_to_stop=''
 # scancel sends TERM instead, which ends this shell: what was cancelled is never requeued.
 on_usr1() {
   asked_to_stop=yes
-  [[ -z $step ]] || (while kill -USR1 "$step" 2>/dev/null; do sleep 10; done) &
+  [[ -z $step ]] || (while kill -USR1 "$step"; do sleep 10; done) >/dev/null 2>&1 &
 }
 trap on_usr1 USR1
 

@@ -65,6 +65,7 @@ run_point() { # line strategy factor batch
     # A job's log carries its id: a point that is asked for again must not touch that of a running job.
     log=$(find "$folder" -name "$name-*.out" | sort -V | tail -n 1)
     ((num_gpus <= gpus_per_node)) || num_nodes=$((num_gpus / gpus_per_node))
+    ((num_gpus % num_nodes == 0)) || refuse "$num_gpus GPUs do not fill nodes of $gpus_per_node"
     local command=(sbatch --parsable "--nodes=$num_nodes" "--gpus-per-node=$((num_gpus / num_nodes))"
       "--job-name=$name" "--output=$folder/%x-%j.out" ${after:+"--dependency=afterok:$after"}
       ${after:+--kill-on-invalid-dep=yes} "sbatch_files/$script.sh" "${flags[@]}")
