@@ -14,15 +14,17 @@ cd "$SLURM_SUBMIT_DIR"
 MAX_STALLED_RESTARTS=3
 log=$(readlink "/proc/$$/fd/1")
 log_start=$(stat --format=%s "$log") # a requeued job appends
-step='' asked_to_stop=''
+step='' asked_to_stop='' cancelled=''
 
 # The signal of --signal comes once, maybe before the ranks listen: repeat it until they are gone.
-# scancel sends TERM instead, which ends this shell: what was cancelled is never requeued.
 on_usr1() {
   asked_to_stop=yes
   [[ -z $step ]] || (while kill -USR1 "$step"; do sleep 10; done) >/dev/null 2>&1 &
 }
 trap on_usr1 USR1
+# scancel and the time limit send TERM, to the ranks as well: let srun pass their last lines on, and
+# never requeue what was cancelled.
+trap 'cancelled=yes' TERM
 
 refuse() {
   echo "$SLURM_JOB_NAME: error: $*" >&2
@@ -67,7 +69,7 @@ launch() {
 
 # Whether the signal came, and the run of this attempt says that it stopped for it.
 is_preempted() {
-  [[ -n $asked_to_stop && $(tail --bytes="+$((log_start + 1))" "$log" |
+  [[ -n $asked_to_stop && -z $cancelled && $(tail --bytes="+$((log_start + 1))" "$log" |
     grep -a 'End: {' | tail --lines=1) == *'"status": "preempted"'* ]]
 }
 
