@@ -32,6 +32,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "model": ("model_config loss", "torch"),
     "dataset": ("", "torch numpy pyarrow tokenizers tiktoken mistral_common transformers"),
     "distributed": ("model utils", "torch"),
+    "preflight": ("", "torch"),
     "checkpoint": ("utils distributed", "torch"),
     "train_config": (CORE_ROOMS, "torch"),
     "job": (f"{CORE_ROOMS} train_config", "torch"),
