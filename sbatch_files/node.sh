@@ -11,9 +11,8 @@ python=$FSDP_VENV/bin/python
 }
 num_ranks=1
 [[ $1 != train_fsdp.py ]] || num_ranks=${RANKS_PER_NODE:-$SLURM_GPUS_ON_NODE}
-# The search has no plan to print; the other scripts' is the same on all nodes.
-plan=()
-[[ $1 != train* ]] || ((SLURM_NODEID)) || plan=("$@")
+plan=() # the same on all nodes
+((SLURM_NODEID)) || plan=("$@")
 num_gpus=$num_ranks
 [[ -z ${RANKS_PER_NODE:-} ]] || num_gpus=0
 WORLD_SIZE=$((SLURM_NNODES * num_ranks)) "$python" preflight.py "$num_gpus" "${plan[@]}"
