@@ -27,7 +27,10 @@ for index in "${!options[@]}"; do
   esac
 done
 mkdir -p "$(dirname "$output")"
-sbatch --test-only "${options[@]}" "$launcher" "$@"
+sbatch --test-only "${options[@]}" "$launcher" "$@" || {
+  echo "submit.sh: error: Slurm does not take this job, see above; nothing was submitted" >&2
+  exit 1
+}
 job=$(sbatch --parsable "${options[@]}" "$launcher" "$@")
 job=${job%%;*} # JOB;CLUSTER in a federation
 echo "Submitted job $job. Its log:"

@@ -299,7 +299,7 @@ def test_scaling_line_falls_away_after_a_failure(slurm: Slurm) -> None:
 def test_bad_submissions_are_refused(slurm: Slurm) -> None:
     for words, reason in (
         (["nothing"], "NAME must be one of: load_model_no_fsdp "),
-        (["train_fsdp", "--nodes=3"], "sbatch: error"),
+        (["train_fsdp", "--nodes=3"], "Slurm does not take this job"),
     ):
         done = subprocess.run(
             ["sbatch_files/submit.sh", *words], cwd=slurm.repo, env=slurm.environment,
