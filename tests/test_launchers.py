@@ -147,8 +147,7 @@ def config_class_of(script: str) -> Any:
         item
         for item in vars(module).values()
         if dataclasses.is_dataclass(item)
-        and hasattr(item, "low")
-        and item.__module__ == script[:-3]
+        and "low" in {field.name for field in dataclasses.fields(item)}
     ]
     return found
 

@@ -255,13 +255,13 @@ def check_requeued(slurm: Slurm, job: str, num_steps: int, undisturbed: RunLog) 
 
 def test_requeue_continues_exactly(slurm: Slurm) -> None:
     needs_checkpoints()
-    flags = requeued_flags(150)
+    flags = requeued_flags(100)
     options = ("--gpus-per-node=2", "--requeue", "--", *flags, "--checkpoint-dir")
     calm = slurm.completed(slurm.submit("train_fsdp", *options, "checkpoints/calm"))
     job = slurm.submit("train_fsdp", *options, "checkpoints/requeued")
     slurm.wait_for_steps(job, last_step=5)
     preempt(slurm, job)
-    check_requeued(slurm, job, 150, calm)
+    check_requeued(slurm, job, 100, calm)
     assert "Requeued at step" in slurm.log(job).read_text()
 
 
