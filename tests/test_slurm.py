@@ -270,10 +270,10 @@ def test_time_limit_requeues(slurm: Slurm) -> None:
     """The signal that Slurm itself sends before the limit."""
     needs_checkpoints()
     flags = requeued_flags(1500)
-    options = ("--requeue", "--signal=B:USR1@60", "--", *flags, "--checkpoint-dir")
+    options = ("--requeue", "--signal=B:USR1@105", "--", *flags, "--checkpoint-dir")
     calm = slurm.completed(slurm.submit("train_no_fsdp", *options, "checkpoints/calm_limit"))
     job = slurm.submit("train_no_fsdp", "--time=2", *options, "checkpoints/limit")
-    slurm.wait(job, lambda: slurm.show(job)["Restarts"] == "1", timeout_s=300)
+    slurm.wait(job, lambda: slurm.show(job)["Restarts"] != "0", timeout_s=300)
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     check_requeued(slurm, job, 1500, calm)
 
