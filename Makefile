@@ -11,6 +11,7 @@ PY := .venv/bin/python
 # Installed: what the scripts need, and what the tests and checks need beside it.
 INSTALLED := .venv/.installed
 DEV_INSTALLED := .venv/.dev-installed
+CORE_TESTS := tests/test_model.py tests/test_dataset.py tests/test_parity.py tests/test_scripts.py
 
 ##@ Start here
 .PHONY: demo
@@ -47,6 +48,18 @@ what-fits: $(INSTALLED) ## What loads and what trains on the GPU at hand, and on
 test-long: $(DEV_INSTALLED) ## The tests that take minutes each
 	$(PY) -m pytest -v -m long
 
+.PHONY: test-oldest
+test-oldest: ## The core tests under the oldest torch that is supported (an environment of its own)
+	$(PYTHON) -m venv .venv-oldest
+	@sed 's/^torch==.*/torch==2.6.*/' requirements.txt > .venv-oldest/requirements.txt
+	@sed 's/^-r .*/-r requirements.txt/' requirements-dev.txt > .venv-oldest/requirements-dev.txt
+	.venv-oldest/bin/python -m pip install -q --disable-pip-version-check -r .venv-oldest/requirements-dev.txt
+	.venv-oldest/bin/python -m pytest -q -m "not long" $(CORE_TESTS)
+
+.PHONY: slurm-fixture
+slurm-fixture: ## Install the Slurm that tests/test_slurm.py starts (root, apt)
+	@tests/slurm/install.sh
+
 .PHONY: lint
 lint: $(DEV_INSTALLED) ## Lint, format and types: ruff and pyright
 	$(PY) -m ruff check .
@@ -66,16 +79,26 @@ bench-data: $(INSTALLED) ## Tokens per second of the data pipeline, and the time
 .PHONY: env
 env: $(INSTALLED) ## Make .venv and install the pinned requirements
 
+# Inside the container: its own torch, and the packages that it lacks. Its pip is told (by
+# PIP_CONSTRAINT) to keep the versions of the image; ours stand beside them in the environment.
+.PHONY: env-container
+env-container: ## Make .venv-container on top of the torch of a container (run it inside)
+	$(PYTHON) -m venv --system-site-packages .venv-container
+	@grep -v '^torch==' requirements.txt > .venv-container/requirements.txt
+	PIP_CONSTRAINT= .venv-container/bin/python -m pip install -q --disable-pip-version-check \
+	  -r .venv-container/requirements.txt
+	@.venv-container/bin/python -c 'import torch; print("torch", torch.__version__, torch.__file__)'
+
 .PHONY: clean
 clean: ## Remove .venv, caches, and what make demo wrote
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis logs/demo/*.out plots/demo
+	rm -rf .venv .venv-oldest .venv-container .pytest_cache .ruff_cache .hypothesis logs/demo/*.out plots/demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } \
 	  /^##@ / { printf "\n%s\n", substr($$0, 5) } \
-	  /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	  /^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # An environment whose pip does not start (a machine without python3-venv leaves one) is made anew.
 $(INSTALLED): requirements.txt

@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "optimizer": ("", "torch"),
     "dataset": ("", "torch numpy pyarrow tokenizers tiktoken mistral_common transformers"),
     "distributed": ("model utils", "torch"),
+    "preflight": ("", "torch"),
     "checkpoint": ("utils distributed", "torch"),
     "train_config": (CORE_ROOMS, "torch"),
     "job": (f"{CORE_ROOMS} train_config breakdown", "torch"),
