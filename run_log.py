@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 SCHEMA_VERSION = 1
-KNOWN_KINDS = ("Run", "Probe", "Breakdown", "End")
+KNOWN_KINDS = ("Run", "Probe", "Breakdown", "Checkpoint", "End")
 
 
 @dataclass(frozen=True, slots=True)  # a table of runs holds millions
@@ -201,6 +201,7 @@ class RunLog:
     runs: list[dict[str, Any]] = field(default_factory=list)
     probes: list[dict[str, Any]] = field(default_factory=list)
     breakdowns: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     legacy: LegacyFacts | None = None
     num_skipped_lines: int = 0
@@ -297,8 +298,8 @@ class _Reader:
             self.current.end = None  # an earlier attempt's end is not the job's
         elif kind == "End":
             self.current.end = values
-        elif kind in ("Probe", "Breakdown"):
-            (self.current.probes if kind == "Probe" else self.current.breakdowns).append(values)
+        elif kind in ("Probe", "Breakdown", "Checkpoint"):
+            getattr(self.current, f"{kind.lower()}s").append(values)
         elif kind[0].isupper():
             self.current.skipped_kinds[kind] += 1
         return end
@@ -313,6 +314,9 @@ class _Reader:
 
 # Flags that may change between the attempts of one job.
 _VOLATILE_FLAGS = {"log_file", "resume", "profile", "profile_dir", "collective_timeout_s"}
+_VOLATILE_FLAGS |= {"checkpoint_dir", "checkpoint_every", "keep", "training_steps"}
+# How the rows of a global batch are split: attempts may have different numbers of ranks.
+_VOLATILE_FLAGS |= {"batch_size", "grad_accumulation_steps", "replicas", "num_workers"}
 
 
 def is_same_run(first: dict[str, Any], second: dict[str, Any]) -> bool:
