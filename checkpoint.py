@@ -10,7 +10,9 @@ pickles, which can run code when they are read. The storage classes here write b
 nothing is ever unpickled from a checkpoint.
 """
 
+import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -41,14 +43,14 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
     WriteItem,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from utils import DTYPES
 
 INDEX_NAME = "checkpoint.json"
 PARTIAL = ".partial"
-NUM_READERS = 8  # checksums are computed at about 1 GB/s each
+NUM_THREADS = 8  # that read or write: each computes checksums at about 1 GB/s
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -73,11 +75,6 @@ class Checkpoint:
     folder: Path
     progress: Progress
     tensors: dict[str, Any]
-
-
-def folder_of_step(parent: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands."""
-    return parent / f"step-{step:08d}"
 
 
 def list_steps(parent: Path) -> list[Path]:
@@ -122,8 +119,8 @@ def save(
     All ranks of the group call it; only ``on_host`` is read, so training may go on meanwhile.
     Returns its folder. Raises dcp.CheckpointException, on all ranks, when one of them fails.
     """
-    rank = dist.get_rank() if group else 0
-    writer = _Writer(folder_of_step(parent, progress.step), progress, rank)
+    file_name = f"rank-{dist.get_rank() if group else 0}.bin"
+    writer = _Writer(parent / f"step-{progress.step:08d}", progress, file_name)
     dcp.save(tensors, storage_writer=writer, planner=_HostPlanner(on_host), process_group=group)
     return writer.folder
 
@@ -173,37 +170,30 @@ class _HostPlanner(dcp.DefaultSavePlanner):
         return self.on_host[write_item.index.fqn]
 
 
-class _Writer(StorageWriter):
+class _Writer(dcp.FileSystemWriter):
     """Each rank's shards into a file of its own; the first rank writes the index and renames."""
 
-    def __init__(self, folder: Path, progress: Progress, rank: int) -> None:
-        self.folder, self.progress, self.rank = folder, progress, rank
+    def __init__(self, folder: Path, progress: Progress, file_name: str) -> None:
+        self.folder, self.progress, self.file_name = folder, progress, file_name
         self.partial = folder.with_name(folder.name + PARTIAL)
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None: ...
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self.partial.mkdir(parents=True, exist_ok=True)
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
+        super().__init__(self.partial)  # which makes this folder
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"rank-{self.rank}.bin"
-        results = []
-        with open(self.partial / name, "wb") as file:
-            for item in plan.items:
-                shard = planner.resolve_data(item)
-                assert isinstance(shard, Tensor) and item.tensor_data is not None
-                assert shard.shape == item.tensor_data.chunk.sizes
-                data = shard.reshape(-1).view(torch.uint8).numpy().data
-                place = {"file": name, "start": file.tell(), "crc32": zlib.crc32(data)}
+        name = self.file_name
+        sizes = [_num_bytes(item) for item in plan.items]
+        starts = itertools.accumulate(sizes, initial=0)
+
+        def write(item: WriteItem, start: int) -> WriteResult:
+            data = _bytes_of(planner.resolve_data(item))
+            assert data.nbytes == _num_bytes(item)
+            with open(self.partial / name, "r+b") as file:
+                file.seek(start)
                 file.write(data)
-                results.append(WriteResult(item.index, data.nbytes, place))
-            file.flush()
+            place = {"file": name, "start": start, "crc32": zlib.crc32(data)}
+            return WriteResult(item.index, data.nbytes, place)
+
+        with open(self.partial / name, "wb") as file, ThreadPoolExecutor(NUM_THREADS) as threads:
+            results = list(threads.map(write, plan.items, starts))
             os.fsync(file.fileno())
         return _done(results)
 
@@ -240,18 +230,13 @@ class _Writer(StorageWriter):
         _sync_folder(self.folder.parent)
         remove_partial(self.folder.parent)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
 
-
-class _Reader(StorageReader):
+class _Reader(dcp.FileSystemReader):
     """Reads and checks whole shards, several at a time; takes from each what this rank needs."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint.folder)
         self.checkpoint = checkpoint
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None: ...
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors, places = {}, {}
@@ -266,32 +251,21 @@ class _Reader(StorageReader):
                 places[MetadataIndex(name, chunk["offsets"])] = (tensor["dtype"], chunk)
         return Metadata(tensors, storage_data=places)
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        self.places = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         def read(item: ReadItem) -> None:
-            shard = self._read_shard(*self.places[item.storage_index])
+            shard = self._read_shard(*self.storage_data[item.storage_index])
             ranges = zip(item.storage_offsets, item.lengths, strict=True)
             target = planner.resolve_tensor(item).detach()
             target.copy_(shard[tuple(slice(start, start + length) for start, length in ranges)])
             planner.commit_tensor(item, target)
 
-        with ThreadPoolExecutor(NUM_READERS) as readers:
-            list(readers.map(read, plan.items))
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            list(threads.map(read, plan.items))
         return _done(None)
 
     def _read_shard(self, dtype_name: str, chunk: dict[str, Any]) -> Tensor:
         shard = torch.empty(chunk["shape"], dtype=_DTYPES[dtype_name])
-        data = shard.reshape(-1).view(torch.uint8).numpy().data
+        data = _bytes_of(shard)
         with open(self.checkpoint.folder / chunk["file"], "rb") as file:
             file.seek(chunk["start"])
             num_bytes = file.readinto(data)
@@ -299,9 +273,16 @@ class _Reader(StorageReader):
             raise ValueError(f"{chunk['file']} was changed")
         return shard
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
+
+def _num_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    shape, dtype = item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
+    return math.prod(shape) * dtype.itemsize
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    """The bytes of a tensor on the host, not a copy of them."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _done(result: Any) -> Future[Any]:

@@ -45,9 +45,9 @@ class Job:
         self.log = LogWriter(config.log_file)
         self.watch = Watch(world, self._write_failure)
         self.seconds: dict[str, float] = {}
-        self.steps_done = 0
         self.digest: dict[str, Any] | None = None
         self.resumed_from_step = inputs.resumable[0].progress.step if inputs.resumable else None
+        self.steps_done = self.resumed_from_step or 0
         self._started = time.perf_counter()
 
     @contextlib.contextmanager

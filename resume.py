@@ -88,6 +88,7 @@ class Checkpoints:
             if self.parent is not None and job.world.rank == 0:
                 remove_partial(self.parent)
             found = next((each for each in candidates if self._load(each)), None)
+            job.steps_done = self.saved_step = found.progress.step if found else 0
             if candidates and found is not candidates[0]:
                 job.resumed_from_step = found.progress.step if found else None
                 job.write_run()
@@ -97,7 +98,6 @@ class Checkpoints:
                 self._copy_to_host(training_state(self.model, self.optimizer))
         if found is None:
             return None
-        job.steps_done = self.saved_step = found.progress.step
         return [(document, offset) for document, offset in found.progress.positions]
 
     def after_step(self, positions: Sequence[Position]) -> None:

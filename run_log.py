@@ -314,18 +314,21 @@ class _Reader:
 
 # Flags that may change between the attempts of one job.
 _VOLATILE_FLAGS = {"log_file", "resume", "profile", "profile_dir", "collective_timeout_s"}
-_VOLATILE_FLAGS |= {"checkpoint_dir", "checkpoint_every", "keep", "training_steps"}
-# How the rows of a global batch are split: attempts may have different numbers of ranks.
-_VOLATILE_FLAGS |= {"batch_size", "grad_accumulation_steps", "replicas", "num_workers"}
+_VOLATILE_FLAGS |= {"checkpoint_dir", "checkpoint_every", "keep"}
+# An attempt that goes on from a checkpoint may also split the global batch over other ranks.
+_RESUMED_FLAGS = {"training_steps", "batch_size", "grad_accumulation_steps", "replicas"}
+_RESUMED_FLAGS |= {"num_workers"}
 
 
 def is_same_run(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Whether two ``Run:`` records are attempts of one job: same script, flags, model and data."""
+    resumed = second.get("resumed_from_step") is not None
+    may_differ = _VOLATILE_FLAGS | (_RESUMED_FLAGS if resumed else set())
 
     def identity(run: dict[str, Any]) -> list[Any]:
         flags = run.get("config")
         if isinstance(flags, dict):
-            flags = {name: flags[name] for name in flags.keys() - _VOLATILE_FLAGS}
+            flags = {name: flags[name] for name in flags.keys() - may_differ}
         return [flags, *(run.get(key) for key in ("script", "model", "data", "global_batch"))]
 
     return identity(first) == identity(second)

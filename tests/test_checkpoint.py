@@ -390,6 +390,20 @@ def test_bad_input_ends_with_one_line(saved: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in saved.rglob("*")) == before
 
 
+def test_save_that_fails_costs_no_training(tmp_path: Path, undisturbed: Path) -> None:
+    """Where the folder was, stands a file; the run says so, and ends as it would have."""
+    flags = f"--batch-size 4 --training-steps 4 --checkpoint-dir {tmp_path / 'saved'}"
+    process = start(tmp_path, 0, f"{flags} --checkpoint-every 3")
+    assert wait_for((tmp_path / "job.out").exists, process)
+    (tmp_path / "saved").touch()
+    code, err = finish(process)
+    assert code == 0 and len(err.splitlines()) == 2, err
+    assert "the checkpoint of step 3 was not saved: NotADirectoryError" in err
+    log = read_run(tmp_path / "job.out")
+    assert log.status == "completed" and log.checkpoints == []
+    assert trace_of(log) == trace_of(read_run(undisturbed / "job.out"))[:4]
+
+
 def test_one_checkpoint_by_name(saved: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Without a folder to save in, and from a step that is not the newest."""
     flags = f"--batch-size 4 --training-steps {NUM_STEPS} --resume {saved / 'step-00000016'}"
