@@ -219,11 +219,18 @@ def kill_and_resume(tmp_path: Path, num_kills: int, ranks: int) -> None:
     run(whole, ranks, flags)
     flags += f" --checkpoint-dir {hurt / 'saved'} --checkpoint-every 3"
     in_save = 0
+
+    def saving_since(moment: float) -> bool:
+        with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            shards = (hurt / "saved").glob("*.partial/rank-*")
+            return any(path.stat().st_mtime > moment for path in shards)
+        return False
+
     for number in range(num_kills):
-        before = last_step(hurt)
+        before, started = last_step(hurt), time.time()
         process = start(hurt, ranks, flags)
         if number % 2:
-            began = wait_for(lambda: list((hurt / "saved").glob("*.partial/rank-*")), process)
+            began = wait_for(lambda started=started: saving_since(started), process)
         else:
             began = wait_for(lambda before=before: last_step(hurt) > before, process)
             time.sleep(dice.random())
