@@ -1,18 +1,21 @@
 """train.py or train_fsdp.py, noting what it trains on: ``hashing_train.py FOLDER SCRIPT [flags]``.
 
 Appends a line ``step row hash`` for each row of each step taken to a file of its own in FOLDER;
-rows are numbered through the global batch, so the lines do not depend on the number of ranks.
+rows are numbered through the global batch, so the lines do not depend on the number of ranks. With
+SAVE_DELAY_S in the environment, a save takes that many seconds more.
 """
 
 import hashlib
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import resume  # noqa: E402
 import step  # noqa: E402
 import train  # noqa: E402
 import train_fsdp  # noqa: E402
@@ -21,6 +24,7 @@ from trainer import FSDPTrainConfig, TrainConfig, run  # noqa: E402
 
 RANK = int(os.environ.get("RANK", "0"))
 original_step, original_rate = step.train_step, step.learning_rate
+original_save = resume.save
 current_step = 0
 
 
@@ -42,11 +46,18 @@ def noting_step(model: Any, optimizer: Any, microbatches: Any, **named: Any) -> 
     return results
 
 
+def slow_save(*arguments: Any) -> Path:
+    """The save, as on a slow disk."""
+    time.sleep(float(os.environ.get("SAVE_DELAY_S", "0")))
+    return original_save(*arguments)
+
+
 folder, script = Path(sys.argv[1]), sys.argv[2]
 sys.argv = [str(ROOT / script), *sys.argv[3:]]
 folder.mkdir(parents=True, exist_ok=True)
 NOTES = open(folder / f"{os.getpid()}.txt", "w")  # noqa: SIM115
 step.train_step, trainer.learning_rate = noting_step, noting_rate
+resume.save = slow_save
 if script == "train.py":
     run(train.main, TrainConfig)
 else:

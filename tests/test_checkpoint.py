@@ -159,6 +159,26 @@ def test_preempted_run_goes_on_bit_for_bit(preempted: Path, undisturbed: Path) -
     assert ours.num_skipped_lines == 0 and ours.num_duplicate_steps == 0
 
 
+def test_ranks_save_though_their_launcher_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third SIGTERM makes torchrun leave at once; the save takes longer than its grace."""
+    monkeypatch.setenv("SAVE_DELAY_S", "9")
+    flags = f"--batch-size 2 --training-steps 500 --checkpoint-dir {tmp_path / 'saved'}"
+    process = start(tmp_path, 2, flags)
+    assert wait_for(lambda: last_step(tmp_path) >= 3, process)
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    finish(process)
+    deadline = time.monotonic() + SLOW_S
+    while (log := read_run(tmp_path / "job.out")).end is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert log.end is not None and log.end["status"] == "preempted", log.end
+    [folder] = list_steps(tmp_path / "saved")
+    assert read_checkpoint(folder).progress.step == log.end["steps_done"]
+
+
 def test_newest_checkpoints_are_kept_and_recorded(preempted: Path) -> None:
     names = [path.name for path in list_steps(preempted / "saved")]
     assert names == ["step-00000020", "step-00000016", "step-00000012"]
