@@ -204,6 +204,8 @@ class _Writer(dcp.FileSystemWriter):
         for result in written:
             name = result.storage_data["file"]
             files[name] = files.get(name, 0) + result.size_in_bytes
+        if any((self.partial / name).stat().st_size != size for name, size in files.items()):
+            raise OSError(f"not all nodes see the same files in {self.partial}")
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)

@@ -21,8 +21,8 @@ sys.path.insert(0, str(REPOSITORY))
 from cli import parse_flags  # noqa: E402
 from figures import checkpoint_costs, checkpoint_table  # noqa: E402
 
-NUM_STEPS = 20
-SAVE_AT = 10
+NUM_STEPS = 100  # long enough to go on while the save is written
+SAVE_AT = 60  # also a save at the end, which the last run resumes from
 
 
 @dataclass(frozen=True)
