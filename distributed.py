@@ -323,7 +323,9 @@ class Watch:
         if now - self._last_beat > self._allow_s + patience_s:
             reason = f"no progress for {self._allow_s:.0f} s: was a rank stopped or killed?"
             return Failure("failed", reason, self.phase, self._world.rank)
-        if self._store_lost_at is not None and now - self._store_lost_at > LAUNCHER_GRACE_S:
+        alone = self._store_lost_at is not None and now - self._store_lost_at > LAUNCHER_GRACE_S
+        # The third SIGTERM makes torchrun leave at once; the save after the first may not be done.
+        if alone and not (self.stop_requested or self.stop_agreed):
             return Failure("failed", "the launcher is gone", self.phase, self._world.rank)
         if self._terminated_at is not None:
             silent_s = now - max(self._terminated_at, self._last_beat)

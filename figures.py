@@ -7,12 +7,15 @@ A block of README.md stands between ``<!-- begin NAME -->`` and ``<!-- end NAME 
 the function that writes it from ``logs/published/``. No number about a run is written by hand.
 """
 
+import itertools
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from analysis import (
     SKIP_STEPS,
@@ -27,7 +30,7 @@ from comparison import scaling_section
 from fit_report import MIN_PEAK_GIB, error_rows, read_searches, search_rows, simulated_rows
 from model_config import ScalingStrategy, build_config, count_params
 from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
-from run_log import RunLog
+from run_log import RunLog, read_run
 
 MODEL_VOCAB_SIZE = 131_072  # of the default tokenizer
 MODEL_SIZES: tuple[tuple[ScalingStrategy, int], ...] = (
@@ -207,6 +210,64 @@ def what_fits(published: Path) -> str:
     return f"### What fits?\n\n{shown if figure.exists() else ''}{tables}"
 
 
+def checkpoint_costs(folder: Path) -> dict[str, Any]:
+    """What a save and a resume cost, from the three logs that bench_checkpoint.py writes.
+
+    Seconds; ``added_s`` is how much longer the step with the copy took than the median without
+    saves, ``saving_step_s`` the median of the steps that began before the save was on disk.
+    """
+    without, saving, resumed = (
+        read_run(folder / f"{name}.out") for name in ("without", "saving", "resumed")
+    )
+    save = saving.checkpoints[0]
+    usual_s = statistics.median(step.step_s or 0.0 for step in without.steps[2:])
+    with_copy, *after = [step.step_s or 0.0 for step in saving.steps if step.step > save["step"]]
+    starts = itertools.accumulate(after, initial=with_copy)
+    during = [step_s for step_s, at in zip(after, starts, strict=False) if at < save["seconds"]]
+    waits = [(run.end or {})["seconds"] for run in (without, resumed)]
+    return {
+        "step_s": usual_s,
+        "added_s": with_copy - usual_s,
+        "saving_step_s": statistics.median(during or [with_copy]),
+        **{name: save[name] for name in ("stopped_s", "seconds", "gib")},
+        "first_step_anew_s": waits[0]["until first step"],
+        "first_step_resumed_s": waits[1]["until first step"],
+        "restore_s": waits[1]["restore"],
+    }
+
+
+def checkpoint_table(folder: Path) -> str:
+    """Markdown of `checkpoint_costs`; empty without the logs."""
+    if not (folder / "resumed.out").exists():
+        return ""
+    costs, what = checkpoint_costs(folder), facts(read_run(folder / "saving.out"))
+    rows = [
+        ["a step without a save", f"{costs['step_s']:.3f} s"],
+        ["training stopped for the copy to the host", f"{costs['stopped_s']:.3f} s"],
+        ["added to that step", f"{costs['added_s']:.3f} s"],
+        ["a step while the copy was written", f"{costs['saving_step_s']:.3f} s"],
+        ["until the checkpoint was whole on disk", f"{costs['seconds']:.1f} s"],
+        ["its size", f"{costs['gib']:.2f} GiB"],
+        ["until the first step was done, from the seed", f"{costs['first_step_anew_s']:.1f} s"],
+        ["the same, from the checkpoint", f"{costs['first_step_resumed_s']:.1f} s"],
+        ["of it, reading the checkpoint", f"{costs['restore_s']:.1f} s"],
+    ]
+    return (
+        f"{what.device}, torch {what.torch_version}, `{what.strategy}` {what.factor},"
+        f" {what.batch_size} × {what.sequence_length}, {what.model_dtype}; one save in a run of"
+        f" {len(read_run(folder / 'saving.out').steps)} steps, and a run that goes on from it"
+        " (`python benchmarks/bench_checkpoint.py`). The checkpoint is read while it may still be"
+        " in the host's memory; the time until the first step begins when torch is imported.\n\n"
+        + markdown_table(["asynchronous save", "`train.py`"], rows)
+    )
+
+
+def checkpoint(published: Path) -> str:
+    """Saving and resuming on one H200."""
+    table = checkpoint_table(published / "h200" / "checkpoint")
+    return f"### What a checkpoint costs\n\n{table}" if table else ""
+
+
 def parity_comparisons(folder: Path) -> list[tuple[str, Comparison]]:
     """(configuration, comparison) of each FSDP run in a folder.
 
@@ -314,6 +375,7 @@ def _fault_table(published: Path) -> str:
 # Block of README -> what writes it, given the folder of published logs.
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "bench": bench,
+    "checkpoint": checkpoint,
     "core-runs": core_runs,
     "parity": parity,
     "model-sizes": model_sizes,

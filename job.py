@@ -37,6 +37,9 @@ from utils import (
     versions,
 )
 
+# Flags that hold a path.
+_PATHS = "log_file profile_dir dataset tokenizer_name_or_path checkpoint_dir resume".split()
+
 
 class Job:
     """What a run says about itself: its log, how far it came, and how it ended."""
@@ -46,9 +49,10 @@ class Job:
         self.log = LogWriter(config.log_file)
         self.watch = Watch(world, self._write_failure)
         self.seconds: dict[str, float] = {}
-        self.steps_done = 0
         self.num_graphs_at_first_step: int | None = None
         self.digest: dict[str, Any] | None = None
+        self.resumed_from_step = inputs.resumable[0].progress.step if inputs.resumable else None
+        self.steps_done = self.resumed_from_step or 0
         self._started = time.perf_counter()
 
     @contextlib.contextmanager
@@ -62,7 +66,8 @@ class Job:
     def write_run(self) -> None:
         """Write the ``Run:`` record (rank 0)."""
         if self.world.rank == 0:
-            self.log.record("Run", describe_run(self.config, self.inputs, self.world))
+            record = describe_run(self.config, self.inputs, self.world)
+            self.log.record("Run", record | {"resumed_from_step": self.resumed_from_step})
 
     def write_end(self, status: str, reason: str = "") -> None:
         """Write the ``End:`` record (rank 0) with the peak memory of all ranks."""
@@ -106,7 +111,7 @@ def peak_of(config: TrainConfig, world: World) -> float | None:
 def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str, Any]:
     """Fields of the ``Run:`` record: all that a reader needs to repeat or to compare the run."""
     settings = asdict(config)
-    for name in ("log_file", "profile_dir", "dataset", "tokenizer_name_or_path"):
+    for name in _PATHS:
         if settings[name] is not None:
             settings[name] = _without_folders(str(settings[name]))
     return {
@@ -216,7 +221,7 @@ class Meter:
         )
         if world.rank == 0:
             job.log.step(record)
-        if step == 1:
+        if step == (job.resumed_from_step or 0) + 1:
             job.seconds["until first step"] = now - TORCH_IMPORTED_AT
             job.seconds["compile"], job.num_graphs_at_first_step = compilations()
         # The CPU runs ahead of the GPU and waits at log steps: for all steps in between.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 SCHEMA_VERSION = 1
-KNOWN_KINDS = ("Run", "Probe", "Breakdown", "End")
+KNOWN_KINDS = ("Run", "Probe", "Breakdown", "Checkpoint", "End")
 
 
 @dataclass(frozen=True, slots=True)  # a table of runs holds millions
@@ -205,6 +205,7 @@ class RunLog:
     runs: list[dict[str, Any]] = field(default_factory=list)
     probes: list[dict[str, Any]] = field(default_factory=list)
     breakdowns: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     legacy: LegacyFacts | None = None
     num_skipped_lines: int = 0
@@ -301,8 +302,8 @@ class _Reader:
             self.current.end = None  # an earlier attempt's end is not the job's
         elif kind == "End":
             self.current.end = values
-        elif kind in ("Probe", "Breakdown"):
-            (self.current.probes if kind == "Probe" else self.current.breakdowns).append(values)
+        elif kind in ("Probe", "Breakdown", "Checkpoint"):
+            getattr(self.current, f"{kind.lower()}s").append(values)
         elif kind[0].isupper():
             self.current.skipped_kinds[kind] += 1
         return end
@@ -317,15 +318,21 @@ class _Reader:
 
 # Flags that may change between the attempts of one job.
 _VOLATILE_FLAGS = {"log_file", "resume", "profile", "profile_dir", "collective_timeout_s"}
+_VOLATILE_FLAGS |= {"checkpoint_dir", "checkpoint_every", "keep"}
+# An attempt that goes on from a checkpoint may also split the global batch over other ranks.
+_RESUMED_FLAGS = {"training_steps", "batch_size", "grad_accumulation_steps", "replicas"}
+_RESUMED_FLAGS |= {"num_workers"}
 
 
 def is_same_run(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Whether two ``Run:`` records are attempts of one job: same script, flags, model and data."""
+    resumed = second.get("resumed_from_step") is not None
+    may_differ = _VOLATILE_FLAGS | (_RESUMED_FLAGS if resumed else set())
 
     def identity(run: dict[str, Any]) -> list[Any]:
         flags = run.get("config")
         if isinstance(flags, dict):
-            flags = {name: flags[name] for name in flags.keys() - _VOLATILE_FLAGS}
+            flags = {name: flags[name] for name in flags.keys() - may_differ}
         return [flags, *(run.get(key) for key in ("script", "model", "data", "global_batch"))]
 
     return identity(first) == identity(second)

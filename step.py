@@ -81,6 +81,8 @@ def clipped_update(
 class Step(Protocol):
     """Takes this rank's rows (R, T) on the host; returns what `train_step` returns."""
 
+    optimizer: torch.optim.AdamW
+
     def __call__(
         self, tokens_RT: Tensor, labels_RT: Tensor, *, loss_scale: float, rate: float
     ) -> tuple[Tensor, Tensor]: ...

@@ -7,12 +7,14 @@ anything is started or written.
 import contextlib
 import math
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from checkpoint import Checkpoint, find_checkpoints
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
 from memory import Setup, describe, predict
@@ -25,6 +27,8 @@ from model import (
     flops_per_token,
 )
 from utils import DTYPES, DtypeName
+
+TOKENIZER_PROBE = "Naïve café, 3.14159 and 你好:\n\tdef f(x): return  x**2"
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,14 @@ class TrainConfig:
     """Dense bf16 peak of the GPU in TFLOP/s (default: from the device name)."""
     log_file: Path | None = None
     """Also append the log to this file."""
+    checkpoint_dir: Path | None = None
+    """Folder of checkpoints (default: none are written)."""
+    checkpoint_every: int = 0
+    """Save every n-th step (0: only when asked to stop, and at the end)."""
+    keep: int = 2
+    """How many checkpoints to keep: the newest whole ones."""
+    resume: str = "auto"
+    """Go on from the newest whole checkpoint there (`auto`), from none (`never`), or from PATH."""
     collective_timeout_s: float = 45.0
     """A job that makes no progress for this long (once its first step is done) is ended."""
     dry_run: bool = False
@@ -99,12 +111,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         at_least_one = (
             "sequence_length batch_size grad_accumulation_steps training_steps "
-            "logging_frequency scaling_factor profile_step_start"
+            "logging_frequency scaling_factor profile_step_start keep"
         )
         for name in at_least_one.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
-        for name in ("num_workers", "lr_warmup_steps", "set_seed"):
+        for name in ("num_workers", "lr_warmup_steps", "set_seed", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
         positive = ("learning_rate", "grad_max_norm", "collective_timeout_s", "peak_tflops")
@@ -115,6 +127,8 @@ class TrainConfig:
                 raise ValueError(f"{_flag(name)} must be greater than 0 and finite, not {value}")
         if self.set_seed >= 2**63:
             raise ValueError(f"--set-seed must be below 2^63, not {self.set_seed}")
+        if self.checkpoint_every and self.checkpoint_dir is None:
+            raise ValueError("--checkpoint-every needs a --checkpoint-dir to save in")
         if self.profile and self.profile_step_start > self.training_steps:
             raise ValueError("--profile-step-start comes after the last step: nothing to profile")
         if self.profile and self.profile_step_end < self.profile_step_start:
@@ -164,6 +178,8 @@ class Inputs:
     compute_dtype: torch.dtype
     global_batch: int
     flops_per_token: int
+    resumable: Sequence[Checkpoint] = ()
+    """Checkpoints to go on from, the best first."""
 
 
 def open_inputs(config: TrainConfig) -> Inputs:
@@ -174,6 +190,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
             raise ValueError(f"--log-file {config.log_file} is no file")
     if config.profile:
         _check_writable(config.profile_dir, "--profile-dir")
+    if config.checkpoint_dir is not None:
+        _check_writable(config.checkpoint_dir, "--checkpoint-dir")
     corpus = open_corpus(config.dataset)
     global_batch = launched_world_size() * config.batch_size * config.grad_accumulation_steps
     if corpus.num_documents < global_batch:
@@ -186,7 +204,28 @@ def open_inputs(config: TrainConfig) -> Inputs:
     shape = build_config(config.scaling_strategy, config.scaling_factor, tokenizer.vocab_size)
     compute = config.compute_dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     cost = flops_per_token(shape, config.sequence_length)
-    return Inputs(corpus, tokenizer, shape, DTYPES[compute], global_batch, cost)
+    inputs = Inputs(corpus, tokenizer, shape, DTYPES[compute], global_batch, cost)
+    resumable = find_checkpoints(
+        config.checkpoint_dir, config.resume, run_identity(config, inputs), config.training_steps
+    )
+    return replace(inputs, resumable=resumable)
+
+
+def run_identity(config: TrainConfig, inputs: Inputs) -> dict[str, Any]:
+    """What decides the data and the losses up to rounding: a run goes on only with the same.
+
+    How G is split over ranks, how the model is sharded, and how many steps to train may change.
+    """
+    flags = "set_seed sequence_length packing model_dtype learning_rate lr_warmup_steps"
+    return {
+        **{name: getattr(config, name) for name in [*flags.split(), "grad_max_norm"]},
+        "compute_dtype": str(inputs.compute_dtype).removeprefix("torch."),
+        "global_batch": inputs.global_batch,
+        "model": asdict(inputs.model_config),
+        "data": inputs.corpus.fingerprint,
+        # By what it does: the same file may have another path, and another file the same.
+        "tokenizer": [inputs.tokenizer.vocab_size, inputs.tokenizer.encode(TOKENIZER_PROBE)],
+    }
 
 
 def _check_writable(folder: Path, flag: str) -> None:

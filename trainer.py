@@ -3,17 +3,18 @@
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
 from cli import parse_flags, refuse
-from dataset import StepRows, build_loader
+from dataset import Position, StepRows, build_loader
 from distributed import World
 from job import Job, Meter, Profiler, running_job
 from model import Transformer, attention_kernels
+from resume import Checkpoints
 from step import build_step, learning_rate
 from train_config import FSDPTrainConfig, Inputs, TrainConfig, describe_plan, open_inputs
 from utils import DTYPES, make_deterministic, seed_everything
@@ -78,16 +79,18 @@ def train(model: Transformer, job: Job) -> None:
     """Train for the configured number of steps, logging as the flags say."""
     config, world, watch = job.config, job.world, job.watch
     take_step = build_step(model, config, job.inputs, world, watch.set_phase)
+    checkpoints = Checkpoints(model, take_step.optimizer, job)
+    positions = checkpoints.restore()
     meter = Meter(job)
     never = torch.full((), float("inf"), device=world.device)
     zero, this_step, first_bad_step = torch.zeros_like(never), never.clone(), never.clone()
     with contextlib.ExitStack() as stack:
         stack.enter_context(attention_kernels(world.device))
         stack.enter_context(chosen_collections())
-        loader = stack.enter_context(contextlib.closing(open_loader(job)))
-        bar = stack.enter_context(progress_bar(config, world))
+        loader = stack.enter_context(contextlib.closing(open_loader(job, positions)))
+        bar = stack.enter_context(progress_bar(config, world, job.steps_done))
         profiler = stack.enter_context(contextlib.closing(Profiler(job)))
-        for step in range(1, config.training_steps + 1):
+        for step in range(first := job.steps_done + 1, config.training_steps + 1):
             with job.phase("data"):
                 rows = next(loader)
             # The only sum that the host waits for, before the forward: the GPU has work meanwhile.
@@ -114,10 +117,13 @@ def train(model: Transformer, job: Job) -> None:
             watch.beat()  # writing a trace takes its time
             profiler.after(step)
             job.steps_done = step
+            checkpoints.after_step(rows.positions)
             watch.beat(meter.patience_s)
             bar.update()
-            if step % STEPS_PER_COLLECTION == 1:
+            if (step - first) % STEPS_PER_COLLECTION == 0:
                 gc.collect()
+                gc.freeze()  # what lives until now stays: later collections take no time
+    checkpoints.finish()
     finish(model, job)
 
 
@@ -154,8 +160,8 @@ def is_logged(step: int, config: TrainConfig) -> bool:
     return step in (1, config.training_steps) or step % config.logging_frequency == 0
 
 
-def open_loader(job: Job) -> Generator[StepRows, None, None]:
-    """This rank's rows of every global batch."""
+def open_loader(job: Job, positions: Sequence[Position] | None) -> Generator[StepRows, None, None]:
+    """This rank's rows of every global batch, from ``positions`` on (None: from the beginning)."""
     config, inputs, world = job.config, job.inputs, job.world
     num_rows = inputs.global_batch // world.size
     return build_loader(
@@ -167,11 +173,14 @@ def open_loader(job: Job) -> Generator[StepRows, None, None]:
         seed=config.set_seed,
         packing=config.packing,
         num_workers=config.num_workers,
+        positions=positions,
         pin_memory=world.device.type == "cuda",
     )
 
 
-def progress_bar(config: TrainConfig, world: World) -> tqdm:
+def progress_bar(config: TrainConfig, world: World, first: int) -> tqdm:
     """A bar on a terminal's standard error; none in a job log."""
     hidden = world.rank != 0 or not sys.stderr.isatty()
-    return tqdm(total=config.training_steps, unit="step", disable=hidden, leave=False)
+    return tqdm(
+        total=config.training_steps, initial=first, unit="step", disable=hidden, leave=False
+    )

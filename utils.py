@@ -28,6 +28,33 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def random_state(device: torch.device) -> dict[str, Any]:
+    """State of every generator that `seed_everything` seeds, as JSON can hold it."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
+    numpy_state: Any = np.random.get_state(legacy=False)
+    key = numpy_state["state"]["key"].tolist()
+    return {
+        "python": random.getstate(),
+        "numpy": numpy_state | {"state": numpy_state["state"] | {"key": key}},
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": on_device.numpy().tobytes().hex(),
+    }
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what `random_state` gave (on another kind of device, all but the GPU's)."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(_tensor_of_hex(state["torch"]))
+    if device.type == "cuda" and state["cuda"]:
+        torch.cuda.set_rng_state(_tensor_of_hex(state["cuda"]), device)
+
+
+def _tensor_of_hex(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
 def make_deterministic() -> None:
     """Ask for kernels that give the same bits on every run; raises where there is none."""
     # cuBLAS reads this at its first call; the value is the one its documentation names.

@@ -21,7 +21,7 @@ LOG_ROOMS = "run_log model_config hardware"
 CORE_ROOMS = (
     f"{LOG_ROOMS} cli memory utils loss weights model optimizer dataset distributed checkpoint"
 )
-TRAINING_ROOMS = f"{CORE_ROOMS} train_config job step"
+TRAINING_ROOMS = f"{CORE_ROOMS} train_config job step resume"
 ROOMS: dict[str, tuple[str, str]] = {
     "run_log": ("", ""),
     "model_config": ("", ""),
@@ -37,10 +37,11 @@ ROOMS: dict[str, tuple[str, str]] = {
     "dataset": ("", "torch numpy pyarrow tokenizers tiktoken mistral_common transformers"),
     "distributed": ("model utils", "torch"),
     "preflight": ("", "torch"),
-    "checkpoint": ("utils distributed", "torch"),
+    "checkpoint": ("utils", "torch"),
     "train_config": (CORE_ROOMS, "torch"),
     "job": (f"{CORE_ROOMS} train_config breakdown", "torch"),
     "step": (f"{CORE_ROOMS} train_config", "torch"),
+    "resume": (f"{CORE_ROOMS} train_config job", "torch"),
     "trainer": (TRAINING_ROOMS, "torch tqdm"),
     "train": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),
     "train_fsdp": (f"{TRAINING_ROOMS} trainer", "torch tqdm"),

@@ -1,5 +1,6 @@
 """Does the reader get back what the writer wrote, and nothing else, from logs as they are?"""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from run_log import (
     RunLog,
     StepRecord,
     format_step,
+    is_same_run,
     parse_step,
     read_run,
     read_runs,
@@ -293,6 +295,16 @@ def test_two_runs_in_one_file(tmp_path: Path) -> None:
     assert second.num_duplicate_steps == 0
     with pytest.raises(ValueError, match="2 different runs"):
         read_run(path)
+
+
+def test_attempt_that_resumes_may_have_other_ranks(read: Callable[..., RunLog]) -> None:
+    """Only from a checkpoint: begun anew with another batch size, it is another run."""
+    first = {"script": "train_fsdp.py", "config": {"batch_size": 2}, "global_batch": 4}
+    second = first | {"config": {"batch_size": 1, "keep": 2}, "resumed_from_step": 7}
+    run = read(f"Run: {json.dumps(first)}", LINE, f"Run: {json.dumps(second)}", LINE)
+    assert len(run.runs) == 2 and run.num_duplicate_steps == 1
+    assert not is_same_run(first, second | {"resumed_from_step": None})
+    assert not is_same_run(first, second | {"global_batch": 8})
 
 
 def test_unknown_kinds_and_fields(read: Callable[..., RunLog]) -> None:

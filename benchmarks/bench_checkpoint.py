@@ -1,0 +1,69 @@
+"""What does a checkpoint cost on this GPU: time added to a step, time to disk, time to resume?
+
+    python benchmarks/bench_checkpoint.py --output-dir logs/published/h200/checkpoint
+
+Three runs of train.py with its defaults, each with a log of its own: one without checkpoints, one
+that saves in its middle, and one that goes on from there. Writes checkpoint.json and checkpoint.md
+beside the logs; every number in them is from the logs. The checkpoints are removed at the end.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from cli import parse_flags  # noqa: E402
+from figures import checkpoint_costs, checkpoint_table  # noqa: E402
+
+NUM_STEPS = 100  # long enough to go on while the save is written
+SAVE_AT = 60  # also a save at the end, which the last run resumes from
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Flags of this script."""
+
+    output_dir: Path = Path("logs/bench_checkpoint")
+    """Folder of the logs and results."""
+    checkpoint_dir: Path = Path("logs/bench_checkpoint/saved")
+    """Folder of the checkpoints, on the disk that is to be measured."""
+    flags: str = "--scaling-strategy all --scaling-factor 8"
+    """Flags of train.py that say what to train."""
+
+
+def run(config: BenchConfig, name: str, more: str) -> None:
+    """Train once, with the log in the output folder."""
+    log = config.output_dir / f"{name}.out"
+    log.unlink(missing_ok=True)
+    flags = f"{config.flags} {more} --logging-frequency 1 --no-digest"
+    command = [sys.executable, "train.py", *flags.split()]
+    command += ["--log-file", os.path.relpath(log, REPOSITORY)]
+    subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True)
+
+
+def main(config: BenchConfig) -> None:
+    """Make the three runs, write and print the table."""
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    saved = config.checkpoint_dir.resolve()
+    shutil.rmtree(saved, ignore_errors=True)
+    run(config, "without", f"--training-steps {NUM_STEPS}")
+    saving = f"--checkpoint-dir {saved} --checkpoint-every {SAVE_AT} --keep 1"
+    run(config, "saving", f"--training-steps {NUM_STEPS} {saving}")
+    run(
+        config, "resumed", f"--training-steps {NUM_STEPS + 1} --resume {saved}/step-{NUM_STEPS:08d}"
+    )
+    shutil.rmtree(saved)
+    costs, table = checkpoint_costs(config.output_dir), checkpoint_table(config.output_dir)
+    (config.output_dir / "checkpoint.json").write_text(json.dumps(costs, indent=1) + "\n")
+    (config.output_dir / "checkpoint.md").write_text(table + "\n")
+    print(table)
+
+
+if __name__ == "__main__":
+    main(parse_flags(BenchConfig))
