@@ -15,12 +15,12 @@ CORE_TESTS := tests/test_model.py tests/test_dataset.py tests/test_parity.py tes
 
 ##@ Start here
 .PHONY: demo
-demo: $(INSTALLED) ## Train without and with FSDP on the same data, and compare the losses (minutes on a CPU)
+demo: $(INSTALLED) ## What fits, is FSDP correct, what does it cost: all three on the smallest models (minutes on a CPU)
 	@bash demo.sh
 
 .PHONY: test
 test: $(DEV_INSTALLED) ## The test suite
-	$(PY) -m pytest -q -m "not long"
+	$(PY) -m pytest -q -m "not long" -n 2 --dist loadfile
 
 ##@ Results
 .PHONY: figures

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Is FSDP correct? The same model, seed and global batch trained without FSDP and then with it, and
-# the losses compared from the two job logs. CPU and gloo where there is no GPU. Run by `make demo`.
+# The three questions, in minutes: what fits (a search within 3 GiB), is FSDP correct (the same model,
+# seed and global batch trained without FSDP and then with it, and the losses compared from the two
+# job logs), and what does it cost (a table and figures of the two logs). CPU and gloo where there is
+# no GPU. Run by `make demo`.
 set -euo pipefail
 cd "$(dirname "$0")"
 PATH="$PWD/.venv/bin:$PATH"
@@ -19,7 +21,11 @@ flags=(
 no_fsdp=logs/demo/no_fsdp.out
 fsdp=logs/demo/fsdp.out
 mkdir -p logs/demo
-rm -f "$no_fsdp" "$fsdp"
+rm -f "$no_fsdp" "$fsdp" logs/demo/what_fits.out
+
+echo "== What fits? The largest model that trains within 3 GiB"
+OMP_NUM_THREADS=$num_threads python load_model_no_fsdp.py --mode train --memory-limit-gib 3 \
+  --sequence-length 256 --log-file logs/demo/what_fits.out | cut -c 1-160
 
 echo "== Without FSDP: one process, batch $global_batch"
 OMP_NUM_THREADS=$num_threads \
@@ -33,3 +39,6 @@ OMP_NUM_THREADS=$threads_per_rank \
 
 echo "== Are the losses equal?"
 python loss_ablation.py --fsdp-logs $fsdp --no-fsdp-logs $no_fsdp --output-dir plots/demo
+
+echo "== What does it cost? (Ratios mean something on GPUs only.)"
+python plots.py --logs logs/demo --output-dir plots/demo

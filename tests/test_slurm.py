@@ -232,11 +232,6 @@ def test_restarts_without_progress_come_to_an_end(slurm: Slurm) -> None:
     assert "Not requeued: 3 restarts" in slurm.log(job).read_text()
 
 
-def needs_checkpoints() -> None:
-    if not (ROOT / "checkpoint.py").exists():
-        pytest.skip("checkpoint.py does not exist yet")
-
-
 def trace(run: RunLog) -> list[tuple[int, float, float | None]]:
     return [(step.step, step.loss, step.grad_norm) for step in run.steps]
 
@@ -254,7 +249,6 @@ def check_requeued(slurm: Slurm, job: str, num_steps: int, undisturbed: RunLog) 
 
 
 def test_requeue_continues_exactly(slurm: Slurm) -> None:
-    needs_checkpoints()
     flags = requeued_flags(100)
     options = ("--gpus-per-node=2", "--requeue", "--", *flags, "--checkpoint-dir")
     calm = slurm.completed(slurm.submit("train_fsdp", *options, "checkpoints/calm"))
@@ -268,7 +262,6 @@ def test_requeue_continues_exactly(slurm: Slurm) -> None:
 @pytest.mark.long
 def test_time_limit_requeues(slurm: Slurm) -> None:
     """The signal that Slurm itself sends before the limit."""
-    needs_checkpoints()
     flags = requeued_flags(1500)
     options = ("--requeue", "--signal=B:USR1@105", "--", *flags, "--checkpoint-dir")
     calm = slurm.completed(slurm.submit("train_no_fsdp", *options, "checkpoints/calm_limit"))
@@ -279,8 +272,6 @@ def test_time_limit_requeues(slurm: Slurm) -> None:
 
 
 def test_search(slurm: Slurm) -> None:
-    if not (ROOT / "load_model_no_fsdp.py").exists():
-        pytest.skip("load_model_no_fsdp.py does not exist yet")
     tokenizer = ("--tokenizer-name-or-path", "tests/data/tokenizer.json")
     job = slurm.submit("load_model_no_fsdp", "--", *tokenizer, "--low", "1", "--high", "2")
     assert slurm.end(job) == "COMPLETED", slurm.log(job).read_text()[-3000:]
