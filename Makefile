@@ -11,7 +11,7 @@ PY := .venv/bin/python
 # Installed: what the scripts need, and what the tests and checks need beside it.
 INSTALLED := .venv/.installed
 DEV_INSTALLED := .venv/.dev-installed
-CORE_TESTS := tests/test_model.py tests/test_dataset.py tests/test_parity.py tests/test_scripts.py
+CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,model dataset parity optimizer scripts checkpoint))
 
 ##@ Start here
 .PHONY: demo
@@ -51,7 +51,7 @@ test-long: $(DEV_INSTALLED) ## The tests that take minutes each
 .PHONY: test-oldest
 test-oldest: ## The core tests under the oldest torch that is supported (an environment of its own)
 	$(PYTHON) -m venv .venv-oldest
-	@sed 's/^torch==.*/torch==2.6.*/' requirements.txt > .venv-oldest/requirements.txt
+	@sed 's/^torch==.*/torch==2.8.*/' requirements.txt > .venv-oldest/requirements.txt
 	@sed 's/^-r .*/-r requirements.txt/' requirements-dev.txt > .venv-oldest/requirements-dev.txt
 	.venv-oldest/bin/python -m pip install -q --disable-pip-version-check -r .venv-oldest/requirements-dev.txt
 	.venv-oldest/bin/python -m pytest -q -m "not long" $(CORE_TESTS)

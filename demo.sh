@@ -25,7 +25,7 @@ rm -f "$no_fsdp" "$fsdp" logs/demo/what_fits.out
 
 echo "== What fits? The largest model that trains within 3 GiB"
 OMP_NUM_THREADS=$num_threads python load_model_no_fsdp.py --mode train --memory-limit-gib 3 \
-  --sequence-length 256 --log-file logs/demo/what_fits.out | cut -c 1-160
+  --sequence-length 256 --log-file logs/demo/what_fits.out | grep -v ': {'
 
 echo "== Without FSDP: one process, batch $global_batch"
 OMP_NUM_THREADS=$num_threads \

@@ -83,7 +83,8 @@ def core_runs(published: Path) -> str:
         "### What the training scripts do on one GPU\n\n"
         f"{_devices(runs)}; {', '.join(compiled)}. These runs check one script against the"
         " other; the speed of the defaults stands below. FSDP on one rank shards nothing and still"
-        " gathers, copies and reduces. Tokens/s are the median over the log lines after step"
+        " gathers, copies and reduces. (These FSDP runs still kept an fp32 copy of all gradients,"
+        " which the code no longer does: LOG.md.) Tokens/s are the median over the log lines after step"
         f" {SKIP_STEPS};"
         " MFU comes from their mean; memory is what the allocator had allocated at its peak.\n\n"
         + table
@@ -127,7 +128,8 @@ def bench_table(folder: Path) -> str:
     runs.sort(key=lambda run: (facts(run).strategy, facts(run).factor, facts(run).batch_size))
     return (
         f"{ceiling['device']}, torch {ceiling['torch']}, bf16, sequence 4096, the defaults of"
-        " train.py; n = 3 windows of one run, median and spread. A bf16 matmul of"
+        " train.py; n = 3 windows of one run (after a first one, the warm-up), median and spread."
+        " A bf16 matmul of"
         f" {ceiling['size']:,}² sustained {ceiling['tflops']:.0f} TFLOP/s there"
         f" ({ceiling['lowest']:.0f} to {ceiling['highest']:.0f}): the ceiling. Compiling comes"
         " before the end of the first step; what was compiled for an earlier run is not compiled"
@@ -175,7 +177,8 @@ def what_fits_tables(folder: Path) -> str:
         (
             f"{run['device']}, torch {run['versions']['torch']}, bf16, sequence"
             f" {run['config']['sequence_length']:,}, one row. The largest model that fits one"
-            " device: `load`, its parameters; `train`, two steps, and then five of train.py.",
+            " device: `load`, its parameters; `train`, two steps (and, where the table says"
+            " so, five of train.py at the answer). The limit of 91.7 GiB is what the earlier experiment had.",
             "mode | strategy | checkpointing | limit GiB | largest factor | parameters | "
             f"{errors} | probes | seconds | at the answer | log",
             search_rows(folder),
@@ -319,9 +322,10 @@ def parity(published: Path) -> str:
         f"{_parity_sentence(published)} A run is compared with three or more runs without FSDP"
         " that differ only in the order of their sums (8 micro-batches of 1 row, 4 of 2, 2 of 4):"
         " what those differ by is the floor, and FSDP is equal when no difference of loss, grad"
-        " norm or final weights, at any step, exceeds 4 floors. First column: ranks × rows.\n\n"
+        " norm or final weights, at any step, exceeds 4 floors (each step has its own,"
+        " so the last number is not the quotient of two others). First column: ranks × rows.\n\n"
         f"{_gpu_parity(published)}"
-        "On the CPU (`make parity`): 30 steps, some of them clipped, small vocabulary.\n\n"
+        "On the CPU (`make parity`): 30 steps, some of them clipped, a vocabulary of 512 words.\n\n"
         f"{table}\n\n"
         "The same judgement on two ranks, without and with faults planted"
         " (`python tests/fault_series.py FOLDER`):\n\n" + _fault_table(published)
@@ -329,10 +333,14 @@ def parity(published: Path) -> str:
 
 
 def _parity_sentence(published: Path) -> str:
-    folders = (published / "cpu" / "parity", published / "h200" / "parity")
-    verdicts = [found.verdict for folder in folders for _, found in parity_comparisons(folder)]
-    num_equal = verdicts.count("equal")
-    return f"**{num_equal} of {len(verdicts)} ways of running FSDP are equal to no FSDP.**"
+    told = []
+    for where, device in (("the CPU", "cpu"), ("one H200", "h200")):
+        verdicts = [found.verdict for _, found in parity_comparisons(published / device / "parity")]
+        if verdicts:
+            told.append(f"{verdicts.count('equal')} of {len(verdicts)} on {where}")
+        else:
+            told.append(f"no series on {where} is published yet (LOG.md has what was tried)")
+    return f"**Ways of running FSDP that are equal to no FSDP: {'; '.join(told)}.**"
 
 
 def _gpu_parity(published: Path) -> str:

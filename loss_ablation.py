@@ -67,6 +67,9 @@ def main(config: AblationConfig) -> int:
     )
     if not fsdp or not references:
         raise ValueError("give at least one log to --fsdp-logs and one to --no-fsdp-logs")
+    for run, expected in (*((run, True) for run in fsdp), *((run, False) for run in references)):
+        if run.run is not None and run.run.get("fsdp", expected) != expected:
+            raise ValueError(f"{run.path} was trained with{'out' * expected} FSDP: wrong flag?")
     comparison = compare(fsdp, references)
     if not comparison.losses and not comparison.mismatches:
         raise ValueError(comparison.reason)

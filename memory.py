@@ -361,6 +361,8 @@ def main(config: FitConfig) -> None:
             row += f"  {count_params(setup.config):>17,}  {memory.allocated / GIB:>8.1f}"
             row += f"  {memory.host / GIB:>16.1f}"
         print(row)
+    if config.host_memory_gib == math.inf:
+        print("offload: as if the host's memory had no end; --host-memory-gib bounds it")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
@@ -42,7 +43,8 @@ def run(main: Callable[[ConfigT, Inputs], None], config_class: type[ConfigT]) ->
     try:
         inputs = open_inputs(config)
         if config.dry_run:
-            print(describe_plan(config, inputs))
+            if os.environ.get("RANK", "0") == "0":
+                print(describe_plan(config, inputs))
             return
         main(config, inputs)
     except ValueError as error:

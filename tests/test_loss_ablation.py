@@ -398,6 +398,14 @@ def test_a_loss_that_is_no_number_is_not_equal(
     assert largest(comparison.losses).step == step
 
 
+def test_a_log_on_the_wrong_side_is_refused(tmp_path: Path, references: list[Path]) -> None:
+    ours = fsdp_run().write(tmp_path / "fsdp.out")
+    for fsdp, no_fsdp in ((references[0], references[1]), (ours, ours)):
+        with pytest.raises(ValueError, match="with(out)? FSDP: wrong flag"):
+            main(AblationConfig(((fsdp,),), ((no_fsdp,),), tmp_path / "plots"))
+        assert not (tmp_path / "plots").exists()
+
+
 def test_a_log_given_twice_is_no_second_reference(tmp_path: Path, references: list[Path]) -> None:
     path = fsdp_run().write(tmp_path / "f.out")
     comparison = judge([path], [references[0]] * 3)
