@@ -51,7 +51,7 @@ test-long: $(DEV_INSTALLED) ## The tests that take minutes each
 .PHONY: test-oldest
 test-oldest: ## The core tests under the oldest torch that is supported (an environment of its own)
 	$(PYTHON) -m venv .venv-oldest
-	@sed 's/^torch==.*/torch==2.8.*/' requirements.txt > .venv-oldest/requirements.txt
+	@sed 's/^torch==.*/torch==2.10.*/' requirements.txt > .venv-oldest/requirements.txt
 	@sed 's/^-r .*/-r requirements.txt/' requirements-dev.txt > .venv-oldest/requirements-dev.txt
 	.venv-oldest/bin/python -m pip install -q --disable-pip-version-check -r .venv-oldest/requirements-dev.txt
 	.venv-oldest/bin/python -m pytest -q -m "not long" $(CORE_TESTS)

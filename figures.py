@@ -84,7 +84,8 @@ def core_runs(published: Path) -> str:
         f"{_devices(runs)}; {', '.join(compiled)}. These runs check one script against the"
         " other; the speed of the defaults stands below. FSDP on one rank shards nothing and still"
         " gathers, copies and reduces. (These FSDP runs still kept an fp32 copy of all gradients,"
-        " which the code no longer does: LOG.md.) Tokens/s are the median over the log lines after step"
+        " which the code no longer does: LOG.md.) Tokens/s are the median over the log lines after"
+        " step"
         f" {SKIP_STEPS};"
         " MFU comes from their mean; memory is what the allocator had allocated at its peak.\n\n"
         + table
@@ -178,7 +179,8 @@ def what_fits_tables(folder: Path) -> str:
             f"{run['device']}, torch {run['versions']['torch']}, bf16, sequence"
             f" {run['config']['sequence_length']:,}, one row. The largest model that fits one"
             " device: `load`, its parameters; `train`, two steps (and, where the table says"
-            " so, five of train.py at the answer). The limit of 91.7 GiB is what the earlier experiment had.",
+            " so, five of train.py at the answer). The limit of 91.7 GiB is what the earlier"
+            " experiment had.",
             "mode | strategy | checkpointing | limit GiB | largest factor | parameters | "
             f"{errors} | probes | seconds | at the answer | log",
             search_rows(folder),

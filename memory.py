@@ -8,6 +8,7 @@ step.py and FSDP2's sources (torch/distributed/fsdp/_fully_shard); constants are
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -362,7 +363,8 @@ def main(config: FitConfig) -> None:
             row += f"  {memory.host / GIB:>16.1f}"
         print(row)
     if config.host_memory_gib == math.inf:
-        print("offload: as if the host's memory had no end; --host-memory-gib bounds it")
+        note = "offload: as if the host's memory had no end; --host-memory-gib bounds it"
+        print(note, file=sys.stderr)
 
 
 if __name__ == "__main__":

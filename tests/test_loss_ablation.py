@@ -401,7 +401,7 @@ def test_a_loss_that_is_no_number_is_not_equal(
 def test_a_log_on_the_wrong_side_is_refused(tmp_path: Path, references: list[Path]) -> None:
     ours = fsdp_run().write(tmp_path / "fsdp.out")
     for fsdp, no_fsdp in ((references[0], references[1]), (ours, ours)):
-        with pytest.raises(ValueError, match="with(out)? FSDP: wrong flag"):
+        with pytest.raises(ValueError, match=r"with(out)? FSDP: wrong flag"):
             main(AblationConfig(((fsdp,),), ((no_fsdp,),), tmp_path / "plots"))
         assert not (tmp_path / "plots").exists()
 
