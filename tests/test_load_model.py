@@ -127,6 +127,8 @@ BAD_INPUT = {
     "--low 0": "--low must be at least 1",
     "--low 5 --high 4": "--low 5 is above --high 4",
     "--memory-limit-gib 0": "--memory-limit-gib must be greater than 0",
+    "--memory-limit-gib 1e300": "--memory-limit-gib must be greater than 0 and finite",
+    "--log-file README.md/a": "--log-file: ",
     "--memory-limit-gib nan": "--memory-limit-gib must be greater than 0",
     "--memory-limit-gib 0.001": "do not hold one layer",
     "--scaling-strategy depth": "--scaling-strategy",
