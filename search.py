@@ -169,8 +169,8 @@ class Search:
         self.log.record("Run", self.describe())
         try:
             best = search(config.low, config.high, self.guess(), self.fits)
-        except RuntimeError as error:
-            return self._end("failed", str(error), None)
+        except (RuntimeError, KeyboardInterrupt) as error:
+            return self._end("failed", str(error) or "interrupted", None)
         if best is None:
             reason = f"--low {config.low} does not fit"
             self.log.text(f"Best fit: none ({reason})")

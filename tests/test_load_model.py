@@ -185,6 +185,17 @@ def test_a_crash_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert end is not None and end["status"] == "failed" and "planted" in end["reason"]
 
 
+def test_an_interrupted_search_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(probe: Probe) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search_room, "run_probe", interrupt)
+    log = tmp_path / "search.out"
+    assert Search(SearchConfig(**TINY_FLAGS, high=2, log_file=log)).run() == "failed"
+    end = read_run(log).end
+    assert end is not None and end["reason"] == "interrupted"
+
+
 def test_a_probe_that_is_killed_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     killed = subprocess.CompletedProcess([], -9, stderr="")
     monkeypatch.setattr(probe.subprocess, "run", lambda *words, **named: killed)
