@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from breakdown import check_record
 from hardware import peak_tflops
 from model_config import TransformerConfig, build_config, count_params, flops_per_token
 from run_log import RunLog, read_runs
@@ -61,6 +62,13 @@ class RunFacts:
     status: str
     log: str
 
+    def __post_init__(self) -> None:
+        for name, kind in RunFacts.__annotations__.items():
+            fact = getattr(self, name)
+            str(fact).encode()  # raises ValueError for half a character, which no file takes
+            if not isinstance(fact, kind) or (type(fact) in (int, float) and not 0 < fact < 1e18):
+                raise TypeError(f"{name} is {fact!r}")
+
 
 @dataclass(frozen=True)
 class Metrics:
@@ -102,6 +110,8 @@ def facts(run: RunLog) -> RunFacts:
     if record.get("script") not in TRAINING_SCRIPTS:
         raise ValueError(f"it is a log of {record.get('script')}, which does not train")
     try:
+        for breakdown in run.breakdowns:
+            check_record(breakdown)
         flags, dtype, commit = record["config"], record["compute_dtype"], record["commit"]
         shape = TransformerConfig(**record["model"])
         peak, peak_source = _peak(run, record)
@@ -126,8 +136,8 @@ def facts(run: RunLog) -> RunFacts:
             status=run.status,
             log=run.path.as_posix(),
         )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"its Run: record lacks a field, or has a strange one: {error}") from None
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"a record lacks a field, or has a strange one: {error}") from None
 
 
 def _record(run: RunLog) -> dict[str, Any]:
@@ -166,7 +176,7 @@ def _record(run: RunLog) -> dict[str, Any]:
 def _peak(run: RunLog, record: dict[str, Any]) -> tuple[float | None, str]:
     """(dense bf16 TFLOP/s, where it is from)."""
     if record.get("peak_tflops"):
-        return record["peak_tflops"], "log"
+        return float(record["peak_tflops"]), "log"
     if record["device"] is not None:
         peak = peak_tflops(record["device"])
         return peak, "device name" if peak else "unknown"
@@ -217,15 +227,17 @@ def mean_metrics(run: RunLog, *, skip_steps: int | None = None) -> Metrics:
         training_tokens_pct_p25=share_p25, training_tokens_pct_p75=share_p75,
         mfu_pct=100 * tflops / peak if tflops is not None and peak else None, tflops=tflops,
         mfu_pct_as_logged=mean("mfu_pct"), tflops_as_logged=mean("tflops"),
-        peak_gib=_peak_memory(run, "peak_gib"),
-        peak_reserved_gib=_peak_memory(run, "peak_reserved_gib"),
-        device_memory_gib=(run.run or {}).get("device_memory_gib"),
+        peak_gib=_largest(run, "peak_gib"),
+        peak_reserved_gib=_largest(run, "peak_reserved_gib"),
+        device_memory_gib=_largest(run, "device_memory_gib"),
     )  # fmt: skip
 
 
-def _peak_memory(run: RunLog, name: str) -> float | None:
-    logged = [getattr(step, name) for step in run.steps] + [(run.end or {}).get(name)]
-    return max((float(value) for value in logged if value is not None), default=None)
+def _largest(run: RunLog, name: str) -> float | None:
+    """Largest number of this name in the lines and records of a run; None without any."""
+    values = [getattr(step, name, None) for step in run.steps]
+    values += [record.get(name) for record in (run.run, run.end) if record]
+    return max((float(value) for value in values if isinstance(value, int | float)), default=None)
 
 
 def find_logs(folder: Path) -> list[Path]:

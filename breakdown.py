@@ -69,6 +69,14 @@ def seconds_by_kind(intervals: Iterable[Interval], wall_s: float) -> dict[str, f
     return seconds
 
 
+def check_record(record: Mapping) -> None:
+    """Raise KeyError or TypeError for a record that lacks a number, or has a strange one."""
+    numbers = [record[f"{name}_step"] for name in ("first", "wall_s_per", "num_kernels_per")]
+    numbers += [record["num_steps"], *(record["seconds_per_step"][kind] for kind in KINDS)]
+    if min(numbers) < 0 or not record["wall_s_per_step"]:
+        raise TypeError("a number of its Breakdown: record is below 0, or its time is 0")
+
+
 def shares_of_step(record: Mapping, step_s: float | None) -> dict[str, float]:
     """Shares of a step (they sum to 1) from a ``Breakdown:`` record.
 

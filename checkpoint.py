@@ -28,21 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -66,6 +52,11 @@ class Progress:
     random: dict[str, Any]
     identity: dict[str, Any]
     """What must be the same in a run that goes on from here."""
+
+    def __post_init__(self) -> None:
+        for number in (self.step, self.optimizer_steps, *itertools.chain(*self.positions)):
+            if type(number) is not int or number < 0:
+                raise TypeError(f"{number!r} is no step or position")
 
 
 @dataclass(frozen=True)
@@ -98,6 +89,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
                 raise ValueError(f"strange file name {name!r}")
             if (folder / name).stat().st_size != num_bytes:
                 raise ValueError(f"{name} does not hold {num_bytes} bytes")
+        chunks = [chunk for tensor in content["tensors"].values() for chunk in tensor["chunks"]]
+        if {chunk["file"] for chunk in chunks} != content["files"].keys():
+            raise ValueError("its shards lie in other files than it lists")
         return Checkpoint(folder, Progress(**content["progress"]), content["tensors"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder} is no whole checkpoint ({reason_of(error)})") from error
@@ -166,7 +160,7 @@ class _HostPlanner(dcp.DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.on_host = on_host
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def resolve_data(self, write_item: dcp.WriteItem) -> Tensor:
         return self.on_host[write_item.index.fqn]
 
 
@@ -178,12 +172,12 @@ class _Writer(dcp.FileSystemWriter):
         self.partial = folder.with_name(folder.name + PARTIAL)
         super().__init__(self.partial)  # which makes this folder
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         name = self.file_name
         sizes = [_num_bytes(item) for item in plan.items]
         starts = itertools.accumulate(sizes, initial=0)
 
-        def write(item: WriteItem, start: int) -> WriteResult:
+        def write(item: dcp.WriteItem, start: int) -> WriteResult:
             data = _bytes_of(planner.resolve_data(item))
             assert data.nbytes == _num_bytes(item)
             with open(self.partial / name, "r+b") as file:
@@ -197,7 +191,7 @@ class _Writer(dcp.FileSystemWriter):
             os.fsync(file.fileno())
         return _done(results)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         written = [result for of_rank in results for result in of_rank]
         places = {result.index: result.storage_data for result in written}
         files: dict[str, int] = {}
@@ -208,7 +202,7 @@ class _Writer(dcp.FileSystemWriter):
             raise OSError(f"not all nodes see the same files in {self.partial}")
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
+            assert isinstance(tensor, dcp.TensorStorageMetadata)
             chunks = [
                 {"offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
                 | places[MetadataIndex(name, chunk.offsets)]
@@ -240,21 +234,21 @@ class _Reader(dcp.FileSystemReader):
         super().__init__(checkpoint.folder)
         self.checkpoint = checkpoint
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         tensors, places = {}, {}
         for name, tensor in self.checkpoint.tensors.items():
             chunks = [
-                ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"]))
+                dcp.ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"]))
                 for chunk in tensor["chunks"]
             ]
-            properties = TensorProperties(dtype=_DTYPES[tensor["dtype"]])
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+            kind = TensorProperties(dtype=_DTYPES[tensor["dtype"]])
+            tensors[name] = dcp.TensorStorageMetadata(kind, torch.Size(tensor["shape"]), chunks)
             for chunk in tensor["chunks"]:
                 places[MetadataIndex(name, chunk["offsets"])] = (tensor["dtype"], chunk)
-        return Metadata(tensors, storage_data=places)
+        return dcp.Metadata(tensors, storage_data=places)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        def read(item: ReadItem) -> None:
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        def read(item: dcp.ReadItem) -> None:
             shard = self._read_shard(*self.storage_data[item.storage_index])
             ranges = zip(item.storage_offsets, item.lengths, strict=True)
             target = planner.resolve_tensor(item).detach()
@@ -276,7 +270,7 @@ class _Reader(dcp.FileSystemReader):
         return shard
 
 
-def _num_bytes(item: WriteItem) -> int:
+def _num_bytes(item: dcp.WriteItem) -> int:
     assert item.tensor_data is not None
     shape, dtype = item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
     return math.prod(shape) * dtype.itemsize

@@ -317,8 +317,10 @@ class FitConfig:
         numbers = self.gpus.split(",")
         if not all(number.isdecimal() and int(number) for number in numbers):
             raise ValueError(f"--gpus must be numbers from 1, such as 1,2,4, not {self.gpus}")
-        if min(self.sequence_length, self.batch_size) < 1 or not self.gpu_memory_gib > 0:
+        if min(self.sequence_length, self.batch_size) < 1 or not self.host_memory_gib > 0:
             raise ValueError("memory, --sequence-length and --batch-size must be greater than 0")
+        if not 0 < self.gpu_memory_gib < 1e6:  # factors that fit are counted up to
+            raise ValueError("--gpu-memory-gib must be greater than 0 and below a million")
 
 
 def setup_of(config: FitConfig, gpus: int, offload: bool, mode: ActivationCheckpointing) -> Setup:

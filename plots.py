@@ -103,7 +103,7 @@ def main(config: PlotsConfig) -> None:
     left_out = [*(f"{_below(path, config)}: {reason}" for path, reason in unusable), *left_out]
     lines = split_lines(points)
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    (config.output_dir / "results.csv").write_text(results_csv(frame), encoding="utf-8")
+    (config.output_dir / "results.csv").write_text(results_csv(frame), "utf-8")
     notes = [*table_notes(frame, config), *(f"left out: {line}" for line in left_out)]
     if (num_variants := len({line.variant for line in lines})) > MAX_VARIANTS:
         notes.append(
@@ -113,7 +113,8 @@ def main(config: PlotsConfig) -> None:
     if not lines:
         notes.append("no figure: no run has a step to average, or was out of memory")
     text = results_table(frame) + "\n\n" + "".join(f"- {note}\n" for note in notes)
-    (config.output_dir / "results.md").write_text(text, encoding="utf-8")
+    # A name of a file or script may hold bytes that are no text.
+    (config.output_dir / "results.md").write_text(text, "utf-8", errors="backslashreplace")
     draw_all(lines, runs, config.output_dir)
     print("\n".join(notes), file=sys.stderr)
     print(f"{len(runs)} runs on {len(lines)} lines: table and figures in {config.output_dir}")

@@ -129,9 +129,11 @@ class Checkpoints:
 
     def _load(self, checkpoint: Checkpoint) -> bool:
         progress, device = checkpoint.progress, self.job.world.device
+        tensors = training_state(self.model, self.optimizer)
         try:
-            load(training_state(self.model, self.optimizer), checkpoint, self._group)
-        except dcp.CheckpointException as error:
+            load(tensors, checkpoint, self._group)
+            set_random_state(progress.random, device)
+        except (dcp.CheckpointException, LookupError, TypeError, ValueError, RuntimeError) as error:
             text = f"{checkpoint.folder} cannot be read ({reason_of(error)})"
             if self.job.config.resume != "auto":
                 raise ValueError(text) from None
@@ -139,7 +141,6 @@ class Checkpoints:
             return False
         for state in self.optimizer.state.values():
             state["step"].fill_(progress.optimizer_steps)
-        set_random_state(progress.random, device)
         return True
 
     def _begin_anew(self) -> None:

@@ -74,6 +74,16 @@ def format_step(record: StepRecord) -> str:
     return " | ".join(parts)
 
 
+def _number(text: str) -> float:
+    """A number in JSON. Raises ValueError where it is not finite: we write that as a string."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return int(text) if text.lstrip("-").isdigit() else number
+
+
+_DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number, parse_constant=_number)
+
+
 def parse_step(text: str, *, cut: bool = False) -> tuple[StepRecord | None, bool]:
     """(record, damaged) of a line from ``Step: `` on.
 
@@ -92,7 +102,7 @@ def parse_step(text: str, *, cut: bool = False) -> tuple[StepRecord | None, bool
         if attribute is None or attribute in values:
             damaged |= not separator or attribute in values
             continue
-        convert = int if place == 0 else float
+        convert = _number if place == 0 else float
         try:
             values[attribute] = None if number == "n/a" else convert(number)
         except ValueError:
@@ -100,7 +110,7 @@ def parse_step(text: str, *, cut: bool = False) -> tuple[StepRecord | None, bool
                 return None, True
             damaged = True
     needed = ("loss", "tokens_per_s", "training_tokens_pct")
-    if len(values) < _NUM_REQUIRED or any(values[name] is None for name in needed):
+    if len(values) < _NUM_REQUIRED or None in map(values.get, needed) or values["step"] % 1:
         return None, True
     return StepRecord(**values), damaged
 
@@ -291,7 +301,7 @@ class _Reader:
     def _read_record(self, kind: str, line: str, start: int) -> int:
         """Take in the record whose JSON starts there; return where it ends."""
         try:
-            values, end = json.JSONDecoder().raw_decode(line, start)
+            values, end = _DECODER.raw_decode(line, start)
         except (ValueError, RecursionError):
             self.current.num_skipped_lines += kind in KNOWN_KINDS
             return start

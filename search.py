@@ -80,7 +80,7 @@ class SearchConfig:
         if self.low > self.high:
             raise ValueError(f"--low {self.low} is above --high {self.high}")
         limit = self.memory_limit_gib
-        if limit is not None and not (limit > 0 and math.isfinite(limit)):
+        if limit is not None and not (limit > 0 and math.isfinite(limit * GIB)):
             raise ValueError(f"--memory-limit-gib must be greater than 0 and finite, not {limit}")
 
 
@@ -148,7 +148,8 @@ class Search:
         self.config, self.world_size = config, world_size
         self.started = time.perf_counter()
         self.limit_bytes: int | None = None
-        self.inputs: Inputs = open_inputs(self.probe(config.low).config())
+        lowest = replace(self.probe(config.low).config(), log_file=config.log_file)
+        self.inputs: Inputs = open_inputs(lowest)
         self.shape(config.high)  # raises ValueError where it cannot be built
         self.device: Device = survey_device()
         # Of a CPU's bound the interpreter and its libraries take their part.
@@ -168,8 +169,8 @@ class Search:
         self.log.record("Run", self.describe())
         try:
             best = search(config.low, config.high, self.guess(), self.fits)
-        except RuntimeError as error:
-            return self._end("failed", str(error), None)
+        except (RuntimeError, KeyboardInterrupt) as error:
+            return self._end("failed", str(error) or "interrupted", None)
         if best is None:
             reason = f"--low {config.low} does not fit"
             self.log.text(f"Best fit: none ({reason})")

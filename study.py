@@ -92,7 +92,7 @@ def settings_of(row: Any) -> dict[str, Any]:
     flags = json.loads(row.other_flags)
     flags.pop("profile", None)
     fields = {field: getattr(row, field) for field in LINE_FIELDS}
-    return {k: None if pd.isna(v) else v for k, v in {**fields, **flags}.items()}
+    return {k: None if v != v else v for k, v in {**fields, **flags}.items()}
 
 
 def _baselines(points: pd.DataFrame) -> pd.Series:

@@ -42,8 +42,17 @@ while (($#)) && [[ $1 != -- ]]; do
 done
 shift $(($# > 0))
 extra=("$@")
-for list in "$factors" "$batch_sizes" "$gpus_per_node" "$max_minutes" "${gpus/none/}"; do
+for list in "$factors" "$batch_sizes" "${gpus/none/}"; do
   [[ $list =~ ^([1-9][0-9]*(,[1-9][0-9]*)*)?$ ]] || refuse "not a list of whole numbers: $list"
+done
+for number in "$gpus_per_node" "${max_minutes:-1}"; do
+  [[ $number =~ ^[1-9][0-9]{0,8}$ ]] || refuse "not a whole number from 1: $number"
+done
+[[ $strategies =~ ^(all|n_layers)(,(all|n_layers))*$ ]] || refuse "unknown --strategies $strategies"
+[[ $no_fsdp =~ ^(yes|no)$ ]] || refuse "--no-fsdp takes yes or no, not $no_fsdp"
+for number in ${gpus//[!0-9]/ }; do
+  [[ $mode == local || $number -le $gpus_per_node || $((number % gpus_per_node)) == 0 ]] ||
+    refuse "$number GPUs do not fill nodes of $gpus_per_node"
 done
 [[ $mode == slurm || -n $max_minutes ]] || refuse "--local needs --max-minutes"
 [[ -x $python ]] || refuse "no $python: make env"
@@ -63,9 +72,8 @@ run_point() { # line strategy factor batch
     --lr-warmup-steps 10 --set-seed 42 --sequence-length 4096 "${extra[@]}")
   if [[ $mode == slurm ]]; then
     # A job's log carries its id: a point that is asked for again must not touch that of a running job.
-    log=$(find "$folder" -name "$name-*.out" | sort -V | tail -n 1)
+    log=$(find "$folder" -name "$name-*.out" 2>/dev/null | sort -V | tail -n 1 || :)
     ((num_gpus <= gpus_per_node)) || num_nodes=$((num_gpus / gpus_per_node))
-    ((num_gpus % num_nodes == 0)) || refuse "$num_gpus GPUs do not fill nodes of $gpus_per_node"
     local command=(sbatch --parsable "--nodes=$num_nodes" "--gpus-per-node=$((num_gpus / num_nodes))"
       "--job-name=$name" "--output=$folder/%x-%j.out" ${after:+"--dependency=afterok:$after"}
       ${after:+--kill-on-invalid-dep=yes} "sbatch_files/$script.sh" "${flags[@]}")
@@ -108,7 +116,7 @@ failed=0 at_hand=''
 if [[ $mode == local && -z $print ]]; then
   at_hand=$("$python" -c 'import torch; print(torch.cuda.device_count() or "")')
 fi
-mkdir -p "$folder"
+[[ -n $print ]] || mkdir -p "$folder" || refuse "--folder '$folder' cannot be made"
 read -ra lines <<<"${gpus//,/ }"
 [[ $gpus != none ]] || lines=()
 [[ $no_fsdp != yes ]] || lines=(no_fsdp "${lines[@]}")

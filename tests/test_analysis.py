@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from analysis import CONFIGURATION, facts, find_logs, load_runs, mean_metrics, pool, table
+from breakdown import KINDS
 from model_config import build_config, count_params, flops_per_token
 from run_log import LogWriter, RunLog, StepRecord, format_step, read_run
 
@@ -207,6 +208,41 @@ def test_unusable_logs_are_named_with_the_reason(write: Write) -> None:
     for path, reason in unusable:
         assert reasons[path.name][2] in reason
     assert load_runs(good.parent / "absent") == ([], [])
+
+
+STRANGE = (
+    {"world_size": "8"}, {"world_size": 0}, {"num_nodes": -1}, {"commit": 3}, {"device": ["H200"]},
+    {"peak_tflops": "nan"}, {"versions": {"torch": 2}}, {"global_batch": None},
+    {"config": FLAGS | {"scaling_strategy": None}}, {"config": FLAGS | {"batch_size": []}},
+    {"config": FLAGS | {"model_dtype": "\ud800"}}, {"model": asdict(SHAPE) | {"n_heads": 0}},
+    {"model": asdict(SHAPE) | {"dim": 2**62}},
+)  # fmt: skip
+
+
+def test_strange_records_leave_a_log_out_and_no_traceback(write: Write) -> None:
+    for number, changes in enumerate(STRANGE):
+        write([5.0] * 12, RECORD | changes, name=f"run{number}.out")
+    numbers = dict.fromkeys(("first_step", "num_steps", "num_kernels_per_step"), 1)
+    seconds = dict.fromkeys(KINDS, 0.1)
+    good = numbers | {"wall_s_per_step": 1.0, "seconds_per_step": seconds}
+    breakdowns: list[dict[str, Any]] = [{}, good | {"first_step": "1"}, good | {"num_steps": -1}]
+    breakdowns += [good | {"wall_s_per_step": 0}, good | {"seconds_per_step": {"loss": 1}}]
+    for number, record in enumerate([*breakdowns, good]):
+        path = write([5.0] * 12, name=f"breakdown{number}.out")
+        path.write_text(f"{path.read_text()}Breakdown: {json.dumps(record)}\n")
+    runs, unusable = load_runs(path.parent)
+    assert [run.path for run in runs] == [path]
+    assert len(unusable) == len(STRANGE) + len(breakdowns)
+    assert all("lacks a field, or has a strange one: " in reason for _, reason in unusable)
+
+
+def test_peak_memory_is_a_number_or_none(write: Write) -> None:
+    for peak in ("x", [1], {}, None):
+        record = RECORD | {"device_memory_gib": peak}
+        how = mean_metrics(
+            read_run(write([], record, END | {"peak_gib": peak}, name=f"{peak}.out"))
+        )
+        assert how.peak_gib is None and how.device_memory_gib is None
 
 
 def test_two_runs_in_one_file_are_two_rows(write: Write) -> None:

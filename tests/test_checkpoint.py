@@ -302,12 +302,28 @@ def damage(folder: Path, kind: str) -> None:
         index.write_text(json.dumps(content))
     elif kind == "no object":
         index.write_text("[1]")
-    elif kind == "a path outside":
-        content["content"]["files"] = {"../rank-0.bin": 1}
+    elif kind in FORGED:
+        place, value = FORGED[kind]
+        inside = content["content"]
+        for name in place[:-1]:
+            inside = inside[name]
+        inside[place[-1]] = value
         content["crc32"] = checkpoint._checksum_of(content["content"])
         index.write_text(json.dumps(content))
 
 
+FIRST_CHUNK = ("tensors", "model.embedding.weight", "chunks", 0)
+# What no accident makes: the checksum fits.
+FORGED: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "a path outside": (("files",), {"../rank-0.bin": 1}),
+    "a shard outside": ((*FIRST_CHUNK, "file"), "../../../../../../etc/passwd"),
+    "no files": (("files",), {}),
+    "step of text": (("progress", "step"), "20"),
+    "step before the first": (("progress", "step"), -1),
+    "positions of text": (("progress", "positions"), "00"),
+    "position before the first": (("progress", "positions", 0, 1), -1),
+    "no random state": (("progress", "random"), {}),  # found only when it is put back
+}
 DAMAGES = ("no index", "no shards", "cut shards", "cut index", "another position", "no object")
 
 
@@ -321,7 +337,7 @@ def identity_in(saved: Path) -> dict[str, Any]:
     return read_checkpoint(list_steps(saved)[0]).progress.identity
 
 
-@pytest.mark.parametrize("kind", [*DAMAGES, "a path outside"])
+@pytest.mark.parametrize("kind", [*DAMAGES, *list(FORGED)[:-1]])
 def test_damaged_checkpoint_is_skipped(saved: Path, kind: str, capsys: Any) -> None:
     identity = identity_in(saved)
     damage(saved / "step-00000020", kind)
@@ -345,8 +361,8 @@ def test_shards_that_changed_are_noticed(saved: Path, undisturbed: Path, tmp_pat
     assert [record["resumed_from_step"] for record in log.runs] == [20, 12]
     assert len(err.splitlines()) == 2 and "rank-0.bin was changed" in err
     assert [path.name[-2:] for path in list_steps(saved)] == ["20", "16", "12"]
-    for name in ("step-00000020", "step-00000012"):
-        damage(saved / name, "changed shards")
+    damage(saved / "step-00000020", "no random state")
+    damage(saved / "step-00000012", "changed shards")
     run(tmp_path / "all", 0, flags)
     assert trace_of(read_run(tmp_path / "all" / "job.out")) == reference
 

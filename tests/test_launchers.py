@@ -316,6 +316,20 @@ def test_scaling_grid_is_chained(bench: Bench) -> None:
     assert len(scaling(bench, "--print", "--gpus", "none")) == 20, "the default goes on to 24"
 
 
+def test_scaling_refuses_before_anything_is_submitted(bench: Bench) -> None:
+    for flags in ("--max-minutes 1,2", "--gpus-per-node 1,2", "--strategies depth", "--gpus 1,10",
+                  "--gpus 6", "--no-fsdp maybe", "--factors 1,,2"):  # fmt: skip
+        with pytest.raises(subprocess.CalledProcessError) as caught:
+            scaling(bench, "--print", *flags.split())
+        error = caught.value
+        assert error.returncode == 2 and error.stdout == "", flags
+        assert error.stderr.startswith("submit_scaling.sh: error: "), error.stderr
+        assert len(error.stderr.splitlines()) == 1, error.stderr
+    missing = bench.folder / "missing"
+    assert scaling(bench, "--print", "--factors", "1", "--folder", str(missing))
+    assert not missing.exists()
+
+
 def test_scaling_here_stops_at_out_of_memory_and_goes_on(bench: Bench) -> None:
     """The stand-in for training is out of memory where factor × batch size reaches 4."""
     grid = "--local --max-minutes 1 --factors 1,2,4,8 --batch-sizes 1,2,4 --gpus 1,2".split()

@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "probe": (f"{TRAINING_ROOMS} trainer", "torch"),
     "search": (f"{TRAINING_ROOMS} trainer probe", "torch"),
     "load_model_no_fsdp": ("cli distributed search", "torch"),
-    "analysis": (LOG_ROOMS, "numpy pandas"),
+    "analysis": (f"{LOG_ROOMS} breakdown", "numpy pandas"),
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
     "fit_report": (f"{LOG_ROOMS} memory", "seaborn matplotlib"),

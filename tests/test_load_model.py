@@ -127,6 +127,8 @@ BAD_INPUT = {
     "--low 0": "--low must be at least 1",
     "--low 5 --high 4": "--low 5 is above --high 4",
     "--memory-limit-gib 0": "--memory-limit-gib must be greater than 0",
+    "--memory-limit-gib 1e300": "--memory-limit-gib must be greater than 0 and finite",
+    "--log-file README.md/a": "--log-file: ",
     "--memory-limit-gib nan": "--memory-limit-gib must be greater than 0",
     "--memory-limit-gib 0.001": "do not hold one layer",
     "--scaling-strategy depth": "--scaling-strategy",
@@ -181,6 +183,17 @@ def test_a_crash_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert Search(SearchConfig(**TINY_FLAGS, high=2, log_file=log)).run() == "failed"
     end = read_run(log).end
     assert end is not None and end["status"] == "failed" and "planted" in end["reason"]
+
+
+def test_an_interrupted_search_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(probe: Probe) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search_room, "run_probe", interrupt)
+    log = tmp_path / "search.out"
+    assert Search(SearchConfig(**TINY_FLAGS, high=2, log_file=log)).run() == "failed"
+    end = read_run(log).end
+    assert end is not None and end["reason"] == "interrupted"
 
 
 def test_a_probe_that_is_killed_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,7 +330,7 @@ def test_table_of_what_fits() -> None:
 
 def test_table_where_nothing_fits_and_bad_input() -> None:
     assert {row[3] for row in table("--gpu-memory-gib", "0.5", "--gpus", "1")} == {"none"}
-    for flags in (["--gpu-memory-gib", "0"], ["--gpu-memory-gib", "9", "--gpus", "1,x"]):
-        command = [sys.executable, "memory.py", *flags]
+    for flags in ("0", "inf", "9 --gpus 1,x", "9 --host-memory-gib nan"):
+        command = [sys.executable, "memory.py", "--gpu-memory-gib", *flags.split()]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1

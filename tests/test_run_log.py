@@ -323,6 +323,9 @@ def test_unknown_kinds_and_fields(read: Callable[..., RunLog]) -> None:
         "Run: {broken",
         "learning_rate=5e-5.1.e-, seed=, NODES: 2.0",
         "Step: 5 of 10",
+        'Run: {"schema": 1, "world_size": ' + "9" * 400 + "}",
+        'End: {"peak_gib": 1e400, "seconds": NaN}',
+        LINE.replace("Step: 5", "Step: " + "9" * 400),
         "Step: 5 | Loss: n/a | Tokens per second: 1.00 | Training tokens per second (%): 1.00"
         " | MFU (%): 1.00 | TFLOPs: 1.00",
     ],
@@ -330,7 +333,8 @@ def test_unknown_kinds_and_fields(read: Callable[..., RunLog]) -> None:
 def test_nonsense_is_never_fatal(tmp_path: Path, line: str) -> None:
     path = tmp_path / "job.out"
     path.write_text("\n".join([RUN_LINE, line, line, LINE, ""]))
-    assert read_runs(path)[-1].steps == [RECORD]
+    run = read_runs(path)[-1]
+    assert run.steps == [RECORD] and run.end is None
 
 
 @pytest.mark.parametrize("raw", [b"", b"\n\n", b"\x89PNG\r\n\x1a\n" + bytes(range(256)), b"hello"])
