@@ -90,7 +90,8 @@ def test_losses_of_all_scripts_agree(runs: Any) -> None:
 
 def test_log_file_is_the_standard_output(runs: Any) -> None:
     for out, log in runs.values():
-        assert out == log.path.read_text()
+        lines = [line for line in out.splitlines(keepends=True) if not line.startswith("[Gloo]")]
+        assert "".join(lines) == log.path.read_text()  # torch 2.10's gloo says there that it is up
         assert out.splitlines()[0].startswith("Run: {")
         assert out.splitlines()[-1].startswith('End: {"status": "completed"')
 
