@@ -92,8 +92,8 @@ def test_log_file_is_the_standard_output(runs: Any) -> None:
     for out, log in runs.values():
         lines = [line for line in out.splitlines(keepends=True) if not line.startswith("[Gloo]")]
         assert "".join(lines) == log.path.read_text()  # torch 2.10's gloo says there that it is up
-        assert out.splitlines()[0].startswith("Run: {")
-        assert out.splitlines()[-1].startswith('End: {"status": "completed"')
+        assert lines[0].startswith("Run: {")
+        assert lines[-1].startswith('End: {"status": "completed"')
 
 
 def test_tflops_per_token_do_not_depend_on_sharding(runs: Any) -> None:
