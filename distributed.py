@@ -200,7 +200,7 @@ def shard(model: Transformer, world: World, sharding: Sharding) -> None:
     """Shard a model on the meta device over the world's mesh (FSDP2; HSDP with replicas).
 
     One group per block, and one each for the embedding and the head: gathered only around their
-    use. Gradients are reduced in fp32. The head is not resharded: its backward comes at once.
+    use. Gradients are summed in fp32. The head is not resharded: its backward comes at once.
     """
     assert world.mesh is not None
     # With a mesh of two dimensions FSDP2 keeps every reduced gradient in fp32 to the end of the
@@ -215,13 +215,16 @@ def shard(model: Transformer, world: World, sharding: Sharding) -> None:
     )
 
     def wrap(module: nn.Module, reshard: bool) -> None:
-        fully_shard(
+        sharded = fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=reshard,
             mp_policy=precision,
             offload_policy=offload,
         )
+        # Sums: what a backend makes of an average differs (gloo before torch 2.10: nothing).
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
 
     wrap(model.embedding, sharding.reshard_after_forward)
     for block in model.blocks:

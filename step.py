@@ -37,9 +37,9 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """Forward, backward, clipping and update of one step.
 
-    ``microbatches`` holds this rank's (tokens, labels), each (B, T). ``loss_scale`` is ranks ÷
-    training tokens of all ranks and micro-batches: FSDP averages gradients over ranks, so the
-    summed losses times it give the exact gradient, however unevenly the training tokens lie.
+    ``microbatches`` holds this rank's (tokens, labels), each (B, T). ``loss_scale`` is 1 ÷ training
+    tokens of all ranks and micro-batches: gradients are summed over ranks, so the summed losses
+    times it give the exact gradient, however unevenly the training tokens lie.
     Returns this rank's summed loss and the norm of the whole gradient before clipping, as scalars
     on the device: reading them would make the CPU wait for the GPU.
     """

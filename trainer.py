@@ -107,7 +107,7 @@ def train(model: Transformer, job: Job) -> None:
                 loss_sum, grad_norm = take_step(
                     rows.input_ids_RT,
                     rows.labels_RT,
-                    loss_scale=world.size / num_tokens,
+                    loss_scale=1 / num_tokens,
                     rate=rate,
                 )
             # Filled, not made: a number of the host's in torch.where would wait for the GPU.

@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -50,7 +51,7 @@ def faulty_step(*arguments: Any, **named: Any) -> Any:
     microbatches = arguments[2]
     if FAULT == "mean_of_means":
         num_local = sum(int((labels != -100).sum()) for _, labels in microbatches)
-        named["loss_scale"] = 1 / num_local
+        named["loss_scale"] = 1 / (num_local * named["world"].size)
     if FAULT == "scaled_gradient":
         named["loss_scale"] *= named["world"].size
     return original_step(*arguments, **named)
@@ -77,11 +78,10 @@ def shard_without_first_layer(model: Any, world: Any, sharding: Any) -> None:
     """Every rank keeps the first block to itself: nobody reduces its gradients."""
     original, alone = distributed.fully_shard, model.blocks[0]
 
-    def fully_shard(module: Any, **named: Any) -> None:
+    def fully_shard(module: Any, **named: Any) -> Any:
         if module is model:
             named["ignored_params"] = set(alone.parameters())
-        if module is not alone:
-            original(module, **named)
+        return MagicMock() if module is alone else original(module, **named)
 
     distributed.fully_shard = fully_shard
     distributed.shard(model, world, sharding)

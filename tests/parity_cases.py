@@ -152,7 +152,7 @@ def take_steps(
             optimizer,
             list(zip(tokens[mine].split(size), labels[mine].split(size), strict=True)),
             world=world,
-            loss_scale=world.size / num_tokens,
+            loss_scale=1 / num_tokens,
             max_norm=max_norm,
         )
         [loss] = world.sum_host([loss_sum.item() / num_tokens])
