@@ -222,7 +222,7 @@ def shard(model: Transformer, world: World, sharding: Sharding) -> None:
             mp_policy=precision,
             offload_policy=offload,
         )
-        # Sums: what a backend makes of an average differs (gloo before torch 2.10: nothing).
+        # Sums: what a backend makes of an average differs (torch 2.8's gloo: nothing).
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 
