@@ -259,6 +259,18 @@ def load_runs(folder: Path) -> tuple[list[RunLog], list[tuple[Path, str]]]:
     return runs, unusable
 
 
+def load_published(folder: Path) -> list[RunLog]:
+    """All runs of a folder of evidence, which must not vanish silently.
+
+    Raises ValueError for a log there that cannot be used.
+    """
+    runs, unusable = load_runs(folder)
+    if unusable:
+        path, reason = unusable[0]
+        raise ValueError(f"the published log {path} cannot be used: {reason}")
+    return runs
+
+
 def table(runs: Sequence[RunLog], *, skip_steps: int | None = None) -> pd.DataFrame:
     """One row per run: its facts, then its metrics. Raises ValueError as ``facts`` does."""
     rows = [asdict(facts(run)) | asdict(mean_metrics(run, skip_steps=skip_steps)) for run in runs]

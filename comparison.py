@@ -12,10 +12,18 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import SKIP_STEPS, format_number, load_runs, markdown_table, table
+from analysis import SKIP_STEPS, format_number, load_published, markdown_table, table
 from breakdown import KINDS, shares_of_step
 from run_log import RunLog
-from study import OUT_OF_MEMORY, configuration_of, drawn_points, quiet_step_s, rows_of, settings_of
+from study import (
+    OUT_OF_MEMORY,
+    configuration_of,
+    drawn_points,
+    profiled_runs,
+    quiet_step_s,
+    rows_of,
+    settings_of,
+)
 
 ORIGINAL = Path(__file__).resolve().parent / "data" / "original.csv"
 # How the original ran; our runs at another batch or length are compared with none of its.
@@ -166,8 +174,7 @@ def _memory_gaps(rows: Sequence[Any]) -> list[float]:
 
 def breakdown_table(runs: Sequence[RunLog]) -> str:
     """Where the time of a step goes, a row per profiled run; empty without any."""
-    rows = [(row, run) for run in runs if run.breakdowns for row in rows_of(table([run]))]
-    rows.sort(key=lambda pair: (pair[0].strategy, pair[0].num_parameters, pair[0].fsdp))
+    rows = profiled_runs(runs)
     cells = []
     for row, run in rows:
         record = run.breakdowns[-1]
@@ -186,9 +193,7 @@ def scaling_section(published: Path) -> str:
 
     Raises ValueError for a log there that cannot be used: evidence must not vanish silently.
     """
-    runs, unusable = load_runs(published / "h200" / "scaling")
-    if unusable:
-        raise ValueError(f"the published log {unusable[0][0]} cannot be used: {unusable[0][1]}")
+    runs = load_published(published / "h200" / "scaling")
     if not runs:
         return ""
     original, ours = read_original(), read_ours(runs)

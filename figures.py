@@ -21,6 +21,7 @@ from analysis import (
     SKIP_STEPS,
     facts,
     format_number,
+    load_published,
     load_runs,
     markdown_table,
     mean_metrics,
@@ -28,11 +29,11 @@ from analysis import (
 from cli import parse_flags, refuse
 from comparison import scaling_section
 from fit_report import MIN_PEAK_GIB, error_rows, read_searches, search_rows, simulated_rows
+from memory import MODEL_VOCAB_SIZE
 from model_config import ScalingStrategy, build_config, count_params
 from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
 from run_log import RunLog, read_run
 
-MODEL_VOCAB_SIZE = 131_072  # of the default tokenizer
 MODEL_SIZES: tuple[tuple[ScalingStrategy, int], ...] = (
     *(("all", factor) for factor in (1, 2, 4, 6, 8, 10, 12, 14, 17, 19)),
     *(("n_layers", factor) for factor in (1, 24)),
@@ -66,10 +67,7 @@ def core_runs(published: Path) -> str:
 
     Raises ValueError for a log there that cannot be used: evidence must not vanish silently.
     """
-    runs, unusable = load_runs(published / "h200" / "core")
-    if unusable:
-        path, reason = unusable[0]
-        raise ValueError(f"the published log {path} cannot be used: {reason}")
+    runs = load_published(published / "h200" / "core")
     if not runs:
         return ""
     header = (

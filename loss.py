@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model_config import CHUNK_COMPILED, CHUNK_EAGER
+
 IGNORED_LABEL = -100
-# Tokens per chunk. Compiled, the fp32 values never leave registers, and a longer chunk means fewer
-# passes over the weight's gradient; eagerly they stand in memory (512 MiB at 131,072 words).
-CHUNK_COMPILED = 4096
-CHUNK_EAGER = 1024
 
 LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

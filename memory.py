@@ -16,6 +16,8 @@ from typing import Literal, get_args
 
 from cli import parse_flags
 from model_config import (
+    CHUNK_COMPILED,
+    CHUNK_EAGER,
     ScalingStrategy,
     TransformerConfig,
     build_config,
@@ -28,8 +30,6 @@ GIB = 2**30
 MODEL_VOCAB_SIZE = 131_072  # of the default tokenizer
 OPTIMIZER_STATES = 2  # AdamW: first and second moment, in the dtype of the parameters
 FP32_BYTES = 4
-# Tokens of logits that stand at a time (loss.py).
-CHUNK_COMPILED, CHUNK_EAGER = 4096, 1024
 # PyTorch's default cuBLAS workspace on Hopper (at::cuda::getChosenWorkspaceSize).
 CUBLAS_BYTES = 32 * 2**20
 # Driver, kernels and libraries of one process; nvidia-smi on an idle H200 process: 0.5 to 0.8 GiB.

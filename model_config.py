@@ -10,6 +10,13 @@ from typing import Literal, get_args
 ScalingStrategy = Literal["all", "n_layers"]
 
 
+# Tokens per chunk of the loss. Compiled, the fp32 values never leave registers, and a longer chunk
+# means fewer passes over the weight's gradient; eagerly they stand in memory (512 MiB at 131,072
+# words).
+CHUNK_COMPILED = 4096
+CHUNK_EAGER = 1024
+
+
 @dataclass(frozen=True)
 class TransformerConfig:
     """Shape of a Llama-style decoder (RMSNorm, rotary embedding, grouped heads, SwiGLU)."""

@@ -47,6 +47,18 @@ def adamw_update(
         square.copy_(v)
 
 
+def make_moments(optimizer: torch.optim.AdamW) -> None:
+    """Make the state that AdamW would make at its first step, where it does not exist yet."""
+    for group in optimizer.param_groups:
+        on_device = group["fused"] or group["capturable"]
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu")
+                state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+
+
 class CompiledAdamW(torch.optim.AdamW):
     """torch.optim.AdamW, with the same state, whose update is `adamw_update`, compiled.
 
@@ -89,14 +101,8 @@ class CompiledAdamW(torch.optim.AdamW):
 
     def _prepare(self) -> None:
         """Make the state that does not exist yet; look up this rank's share of all of it."""
+        make_moments(self)
         parameters = [parameter for part in self.parts for parameter in part]
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
         # All parameters are always updated together: one count, which all their states share.
         self._step_count = self.state[parameters[0]]["step"]
         for parameter in parameters:

@@ -41,6 +41,7 @@ from study import (
     Line,
     configuration_of,
     drawn_points,
+    profiled_runs,
     quiet_step_s,
     rows_of,
     settings_of,
@@ -365,8 +366,7 @@ def finish(figure: Figure, lines: Sequence[Line], reading: str) -> None:
 
 def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
     """A bar per profiled run, of the shares of a step; beside it its kernels and its MFU."""
-    rows = [(row, run) for run in runs if run.breakdowns for row in rows_of(table([run]))]
-    rows.sort(key=lambda pair: (pair[0].strategy, pair[0].num_parameters, pair[0].fsdp))
+    rows = profiled_runs(runs)
     figure, axes = plt.subplots(figsize=(10, 2.2 + 0.5 * len(rows)), layout="constrained")
     axes.set(xlim=(0, 100), xlabel="Share of a step (%)", yticks=range(len(rows)))
     axes.set_title("Where the time of a step goes", loc="left", fontsize=13)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from distributed import shard, simulated_world, single_world
+from distributed import EXIT_STATUS, shard, simulated_world, single_world
 from job import running_job
 from memory import Memory, predict, predict_load
 from run_log import read_run
@@ -28,7 +28,6 @@ from trainer import build_model, materialize, train
 
 Mode = Literal["load", "train"]
 REPOSITORY = Path(__file__).resolve().parent
-EXIT_OUT_OF_MEMORY = 3
 # Libraries that cannot allocate abort; the kernel kills.
 MEMORY_SIGNALS = (-signal.SIGKILL, -signal.SIGABRT, -signal.SIGBUS)
 # What the kernel and file mappings may take beside a process's data: the bound stays below.
@@ -86,7 +85,7 @@ def run_probe(probe: Probe) -> Outcome:
     seconds = time.perf_counter() - started
     if done.returncode == 0:
         return Outcome(True, seconds, end["peak_gib"], end["peak_reserved_gib"])
-    if done.returncode == EXIT_OUT_OF_MEMORY:
+    if done.returncode == EXIT_STATUS["out_of_memory"]:
         return Outcome(False, seconds, reason=f"{end['phase']}: {end['reason'].split(';')[0]}")
     if done.returncode in MEMORY_SIGNALS:
         name = signal.Signals(-done.returncode).name

@@ -28,26 +28,18 @@ from dataset import Position
 from distributed import SLOW_PHASE_S
 from job import Job
 from model import Transformer
-from optimizer import local_tensor
+from optimizer import local_tensor, make_moments
 from train_config import run_identity
 from utils import GIB, random_state, set_random_state
 from weights import init_weights
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Weights and both moments of AdamW, by name; sharded tensors stay so.
-
-    Moments that AdamW would make at its first step are made here, as it makes them.
-    """
+    """Weights and both moments of AdamW, by name; sharded tensors stay so."""
+    make_moments(optimizer)
     tensors: dict[str, Tensor] = {}
-    [group] = optimizer.param_groups
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
-        if not state:
-            on_device = group["fused"] or group["capturable"]
-            state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu")
-            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
         tensors[f"model.{name}"] = parameter.detach()
         tensors[f"exp_avg.{name}"] = state["exp_avg"]
         tensors[f"exp_avg_sq.{name}"] = state["exp_avg_sq"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import pool
+from analysis import pool, table
 from run_log import RunLog
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -167,6 +167,12 @@ def variant_of(own: dict[str, Any], telling: Iterable[str]) -> str:
         else:
             words.append(WORDS.get(field, f"{name} {{}}").format(value))
     return ", ".join(words)
+
+
+def profiled_runs(runs: Sequence[RunLog]) -> list[tuple[Any, RunLog]]:
+    """(row of the table, run) of each run that was profiled, by size."""
+    rows = [(row, run) for run in runs if run.breakdowns for row in rows_of(table([run]))]
+    return sorted(rows, key=lambda pair: (pair[0].strategy, pair[0].num_parameters, pair[0].fsdp))
 
 
 def quiet_step_s(run: RunLog) -> float | None:

@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "cli": ("", "tyro"),
     "memory": ("model_config cli", "tyro"),
     "utils": ("", "torch numpy"),
-    "loss": ("", "torch"),
+    "loss": ("model_config", "torch"),
     "weights": ("", "torch"),
     "model": ("model_config loss", "torch"),
     "optimizer": ("", "torch"),
