@@ -4,20 +4,19 @@ Shape letters: B batch, T sequence, D model width, H query heads, G key-value he
 F feed-forward width, V vocabulary.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from attention import ATTENTION_OPS, attend
 from loss import projection_loss
 from model_config import (
     ScalingStrategy,
@@ -39,27 +38,6 @@ __all__ = [
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
-_ATTENTION_OPS = {
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-}
-# Fastest first on Hopper at both head sizes; what a kernel cannot do falls to the next.
-_ATTENTION_ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-
-
-def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which attention takes the kernels that measured fastest on GPUs."""
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel(_ATTENTION_ORDER, set_priority=True)
-
 
 def _keep_narrow_outputs(
     context: Any, op: Any, x: Any = None, weight: Any = None, *rest: Any, **named: Any
@@ -69,7 +47,7 @@ def _keep_narrow_outputs(
     Of a block's outputs only those of the gate and up projections are wider than the model; they
     are more than half of the bytes kept, and recomputing them costs two of the seven matmuls.
     """
-    if op in _ATTENTION_OPS:
+    if op in ATTENTION_OPS:
         return CheckpointPolicy.MUST_SAVE
     if op == torch.ops.aten.mm.default and weight.shape[1] <= weight.shape[0]:
         return CheckpointPolicy.MUST_SAVE
@@ -156,14 +134,7 @@ class Attention(nn.Module):
         q_BTHK = apply_rope(self.query(x_BTD).view(heads), cos_TK, sin_TK)
         k_BTGK = apply_rope(self.key(x_BTD).view(heads), cos_TK, sin_TK)
         v_BTGK = self.value(x_BTD).view(heads)
-        out_BHTK = F.scaled_dot_product_attention(
-            q_BTHK.transpose(1, 2),
-            k_BTGK.transpose(1, 2),
-            v_BTGK.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
-        )
-        return self.output(out_BHTK.transpose(1, 2).flatten(2))
+        return self.output(attend(q_BTHK, k_BTGK, v_BTGK).flatten(2))
 
 
 class FeedForward(nn.Module):

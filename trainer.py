@@ -10,11 +10,12 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from attention import attention_order
 from cli import parse_flags, refuse
 from dataset import Position, StepRows, build_loader
 from distributed import World
 from job import Job, Meter, Profiler, running_job
-from model import Transformer, attention_kernels
+from model import Transformer
 from resume import Checkpoints
 from step import build_step, learning_rate
 from train_config import FSDPTrainConfig, Inputs, TrainConfig, describe_plan, open_inputs
@@ -87,7 +88,7 @@ def train(model: Transformer, job: Job) -> None:
     never = torch.full((), float("inf"), device=world.device)
     zero, this_step, first_bad_step = torch.zeros_like(never), never.clone(), never.clone()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(attention_kernels(world.device))
+        stack.enter_context(attention_order(world.device))
         stack.enter_context(chosen_collections())
         loader = stack.enter_context(contextlib.closing(open_loader(job, positions)))
         bar = stack.enter_context(progress_bar(config, world, job.steps_done))

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import attention
+import attention_cases
 import job
 from distributed import single_world
 from optimizer import CompiledAdamW
@@ -73,6 +75,19 @@ def test_graphs_compilation_and_checkpointing_change_no_loss(tmp_path: Path) -> 
     assert losses["plain"][0] - losses["plain"][-1] > 0.5
     for name, values in losses.items():
         torch.testing.assert_close(values, losses["plain"], rtol=2e-5, atol=0, msg=name)
+
+
+def test_the_kernels_for_small_heads_compute_attention() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels for small heads are for Hopper")
+    for case in attention_cases.CASES:
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            found = attention_cases.differences(
+                case, device="cuda", dtype=torch.bfloat16, compiled=compiled
+            )
+            assert max(found) < 2e-2, (case, compiled, found)  # bf16 rounds to 4e-3
+    assert attention.suits_small_heads(torch.zeros(1, 128, 2, 32, 1).bfloat16()[..., 0].cuda())
 
 
 def test_compiled_adamw_equals_the_fused_one_on_large_weights() -> None:
