@@ -9,6 +9,7 @@ the function that writes it from ``logs/published/``. No number about a run is w
 
 import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -292,6 +293,9 @@ def _parity_name(run: RunLog) -> str:
     name = f"`{what.strategy}` {what.factor} {what.model_dtype}, {what.gpus} × {what.batch_size}"
     if what.grad_accumulation_steps > 1:
         name += f" × {what.grad_accumulation_steps} accumulated"
+    if len(run.runs) > 1:
+        ranks = (str(attempt["world_size"]) for attempt in run.runs)
+        name += f", resumed: {' → '.join(ranks)} ranks"
     if what.replicas > 1:
         name += f", {what.replicas} replicas"
     if not config["compile"] and (run.run or {}).get("device_type") == "cuda":
@@ -348,16 +352,15 @@ def _gpu_parity(published: Path) -> str:
     table = parity_table(folder)
     if not table:
         return ""
-    runs, _ = load_runs(folder)
-    moved = [
-        f"{100 * run.end['digest']['moved_share']:.0f} % of the weights of {_parity_name(run)}"
-        for run in runs
-        if facts(run).fsdp and run.end and facts(run).model_dtype == "bf16"
-    ]
+    runs = [run for run in load_runs(folder)[0] if facts(run).fsdp]
+    series = "two-gpus" if any(facts(run).gpus > 1 for run in runs) else "one-gpu"
+    ends = [run.end for run in runs if run.end and facts(run).model_dtype == "bf16"]
+    moved = min((end["digest"]["moved_share"] for end in ends), default=math.nan)
     return (
-        f"On {_devices(runs)} (`python benchmarks/parity_series.py --where one-gpu`): 30 steps,"
-        f" real vocabulary, global batch 8. In bf16 the 30 steps moved {', '.join(moved)}: an"
-        " embedding of standard deviation 1 hardly moves in steps that bf16 can show.\n\n"
+        f"On {_devices(runs)} (`python benchmarks/parity_series.py --where {series}`): 30 steps,"
+        " real vocabulary, global batch 8. In bf16 the 30 steps moved at least"
+        f" {100 * moved:.0f} % of the weights: an embedding of standard deviation 1 hardly moves in"
+        " steps that bf16 can show.\n\n"
         f"{table}\n\n"
     )
 
