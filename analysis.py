@@ -54,6 +54,7 @@ class RunFacts:
     compiled: bool | None
     other_flags: str  # JSON of the flags that cost time and have no field here
     device: str | None
+    device_type: str | None  # cuda or cpu
     peak_tflops: float | None  # dense bf16, per GPU
     peak_source: str  # log, device name, logged TFLOPs and MFU, or unknown
     flops_per_token: int
@@ -125,6 +126,7 @@ def facts(run: RunLog) -> RunFacts:
             fsdp_source=record.get("fsdp_source", "log"),
             gpus=record["world_size"],
             nodes=record["num_nodes"],
+            device_type=record.get("device_type"),
             compute_dtype=_DTYPES.get(dtype, dtype),
             compiled=flags["compile"],
             other_flags=json.dumps({k: v for k, v in sorted(flags.items()) if k not in own}),

@@ -1,6 +1,6 @@
 """Are the tables of README.md what the published logs say?
 
-    python figures.py            # rewrite them
+    python figures.py            # rewrite them, and draw what fits
     python figures.py --check    # exit status 1 when one is stale, and name it
 
 A block of README.md stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; BLOCKS holds
@@ -9,6 +9,7 @@ the function that writes it from ``logs/published/``. No number about a run is w
 
 import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+import fit_report
 from analysis import (
     SKIP_STEPS,
     facts,
@@ -28,7 +32,6 @@ from analysis import (
 )
 from cli import parse_flags, refuse
 from comparison import scaling_section
-from fit_report import MIN_PEAK_GIB, error_rows, read_searches, search_rows, simulated_rows
 from memory import MODEL_VOCAB_SIZE
 from model_config import ScalingStrategy, build_config, count_params
 from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
@@ -38,6 +41,7 @@ MODEL_SIZES: tuple[tuple[ScalingStrategy, int], ...] = (
     *(("all", factor) for factor in (1, 2, 4, 6, 8, 10, 12, 14, 17, 19)),
     *(("n_layers", factor) for factor in (1, 24)),
 )
+WHAT_FITS_FIGURE = Path("plots/published/what_fits.png")
 
 
 @dataclass(frozen=True)
@@ -168,9 +172,9 @@ def bench(published: Path) -> str:
 
 def what_fits_tables(folder: Path) -> str:
     """The tables of the fitting experiment in a folder of its logs; empty without any."""
-    if not folder.exists() or not read_searches(folder):
+    if not folder.exists() or not fit_report.read_searches(folder):
         return ""
-    run = read_searches(folder)[0].run or {}
+    run = fit_report.read_searches(folder)[0].run or {}
     errors = "predicted GiB | measured GiB | error (%)"
     tables = (
         (
@@ -181,19 +185,19 @@ def what_fits_tables(folder: Path) -> str:
             " experiment had.",
             "mode | strategy | checkpointing | limit GiB | largest factor | parameters | "
             f"{errors} | probes | seconds | at the answer | log",
-            search_rows(folder),
+            fit_report.search_rows(folder),
         ),
         (
             "On more GPUs, under FSDP, **simulated**: one real rank of a world whose collectives"
             " do nothing (real memory and compute, no communication).",
             f"GPUs | strategy | checkpointing | largest factor | parameters | {errors}",
-            simulated_rows(folder),
+            fit_report.simulated_rows(folder),
         ),
         (
             "The memory model (`memory.py`) against the allocator, every run above"
-            f" {MIN_PEAK_GIB:.0f} GiB on one device without FSDP:",
+            f" {fit_report.MIN_PEAK_GIB:.0f} GiB on one device without FSDP:",
             f"strategy | factor | rows | checkpointing | compiled | {errors}",
-            error_rows(folder),
+            fit_report.error_rows(folder),
         ),
     )
     return "\n\n".join(
@@ -204,13 +208,13 @@ def what_fits_tables(folder: Path) -> str:
 
 
 def what_fits(published: Path) -> str:
-    """The fitting experiment on one H200, with its figure once that is drawn."""
+    """The fitting experiment on one H200, with its figure."""
     tables = what_fits_tables(published / "h200" / "what_fits")
     if not tables:
         return ""
-    figure = published.parent.parent / "plots" / "published" / "what_fits.png"
-    shown = "![What trains on how many GPUs](plots/published/what_fits.png)\n\n"
-    return f"### What fits?\n\n{shown if figure.exists() else ''}{tables}"
+    shown = f"![What trains on how many GPUs]({WHAT_FITS_FIGURE})\n\n"
+    drawn = fit_report.simulated_bests(published / "h200" / "what_fits")
+    return f"### What fits?\n\n{shown if drawn else ''}{tables}"
 
 
 def checkpoint_costs(folder: Path) -> dict[str, Any]:
@@ -292,6 +296,9 @@ def _parity_name(run: RunLog) -> str:
     name = f"`{what.strategy}` {what.factor} {what.model_dtype}, {what.gpus} × {what.batch_size}"
     if what.grad_accumulation_steps > 1:
         name += f" × {what.grad_accumulation_steps} accumulated"
+    if len(run.runs) > 1:
+        ranks = (str(attempt["world_size"]) for attempt in run.runs)
+        name += f", resumed: {' → '.join(ranks)} ranks"
     if what.replicas > 1:
         name += f", {what.replicas} replicas"
     if not config["compile"] and (run.run or {}).get("device_type") == "cuda":
@@ -348,16 +355,15 @@ def _gpu_parity(published: Path) -> str:
     table = parity_table(folder)
     if not table:
         return ""
-    runs, _ = load_runs(folder)
-    moved = [
-        f"{100 * run.end['digest']['moved_share']:.0f} % of the weights of {_parity_name(run)}"
-        for run in runs
-        if facts(run).fsdp and run.end and facts(run).model_dtype == "bf16"
-    ]
+    runs = [run for run in load_runs(folder)[0] if facts(run).fsdp]
+    series = "two-gpus" if any(facts(run).gpus > 1 for run in runs) else "one-gpu"
+    ends = [run.end for run in runs if run.end and facts(run).model_dtype == "bf16"]
+    moved = min((end["digest"]["moved_share"] for end in ends), default=math.nan)
     return (
-        f"On {_devices(runs)} (`python benchmarks/parity_series.py --where one-gpu`): 30 steps,"
-        f" real vocabulary, global batch 8. In bf16 the 30 steps moved {', '.join(moved)}: an"
-        " embedding of standard deviation 1 hardly moves in steps that bf16 can show.\n\n"
+        f"On {_devices(runs)} (`python benchmarks/parity_series.py --where {series}`): 30 steps,"
+        " real vocabulary, global batch 8. In bf16 the 30 steps moved at least"
+        f" {100 * moved:.0f} % of the weights: an embedding of standard deviation 1 hardly moves in"
+        " steps that bf16 can show.\n\n"
         f"{table}\n\n"
     )
 
@@ -415,7 +421,7 @@ def render(text: str, published: Path) -> tuple[str, list[str]]:
 
 
 def main(config: FiguresConfig) -> None:
-    """Rewrite the stale blocks, or only name them."""
+    """Rewrite the stale blocks and draw what fits, or only name what is stale."""
     try:
         text, stale = render(config.readme.read_text(encoding="utf-8"), config.published)
     except (OSError, ValueError) as error:
@@ -424,10 +430,13 @@ def main(config: FiguresConfig) -> None:
         if stale:
             print(f"{config.readme}: stale: {', '.join(stale)}; run make figures", file=sys.stderr)
         sys.exit(bool(stale))
+    if fit_report.simulated_bests(fits := config.published / "h200" / "what_fits"):
+        fit_report.plot_what_fits(fits, config.readme.parent / WHAT_FITS_FIGURE)
     if stale:
         config.readme.write_text(text, encoding="utf-8")
     print(f"{config.readme}: rewrote {', '.join(stale) or 'nothing, all blocks are up to date'}")
 
 
 if __name__ == "__main__":
+    matplotlib.use("agg")
     main(parse_flags(FiguresConfig))

@@ -7,12 +7,8 @@ model predicted beside what was measured.
 from pathlib import Path
 from typing import Any, get_args
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib import pyplot as plt
 
 from memory import (
     GIB,

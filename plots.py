@@ -57,6 +57,8 @@ CAPTION_FIELDS = ("device", "torch_version", "model_dtype", "compute_dtype", "se
 MAX_VARIANTS = 10  # in a legend
 MFU_TOLERANCE = 0.02
 CLOSE = 1.25  # sizes nearer than this factor have no room for two labels
+MAX_TICKS = 6  # as many labels as half a figure has room for
+UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 FOUR = ("tokens_per_sec", "training_tokens_pct", "mfu", "tflops")
 LABELS = {
     "tokens_per_sec": "Tokens per second per GPU",
@@ -67,6 +69,11 @@ LABELS = {
     "peak_memory": "Peak memory per GPU (GiB)",
 }
 READING = "Points: median of the logged steps after the warm-up; bars: quartiles, range of repeats."
+# Why a line has no point in a figure.
+REASONS = {
+    "mfu": "no peak is known for the device",
+    "scaling_efficiency": "no run on one GPU without FSDP has the same size, batch and settings",
+}
 READINGS = {
     "scaling_efficiency": f"{READING} Sizes that were not run on one GPU without FSDP are missing.",
     "peak_memory": "Points: allocated at the peak; bars reach up to what was reserved.",
@@ -111,6 +118,8 @@ def main(config: PlotsConfig) -> None:
             f"{num_variants} ways of running beside GPUs and FSDP: more than a figure can tell"
             " apart; give the folder of one study to --logs"
         )
+    if not any(run.breakdowns for run in runs):
+        notes.append("no breakdown of a step: no run was profiled (--profile)")
     if not lines:
         notes.append("no figure: no run has a step to average, or was out of memory")
     text = results_table(frame) + "\n\n" + "".join(f"- {note}\n" for note in notes)
@@ -136,6 +145,11 @@ def results_csv(frame: pd.DataFrame) -> str:
     return frame.round(6).to_csv(index=False, lineterminator="\n")
 
 
+def in_ranks(text: str, frame: pd.DataFrame) -> str:
+    """The text; where all runs were on CPUs, of ranks and not of GPUs."""
+    return text.replace("GPU", "rank") if (frame["device_type"] == "cpu").all() else text
+
+
 def results_table(frame: pd.DataFrame) -> str:
     """The table of runs for people, in the shape of the original's: how it ran, how it went."""
     header = (
@@ -145,7 +159,7 @@ def results_table(frame: pd.DataFrame) -> str:
         " peak GiB | device | torch | commit"
     )
     rows = [_row(row) for row in rows_of(frame)]
-    return markdown_table([name.strip() for name in header.split("|")], rows)
+    return markdown_table([name.strip() for name in in_ranks(header, frame).split("|")], rows)
 
 
 def _row(row: Any) -> list[str]:
@@ -195,11 +209,12 @@ def table_notes(frame: pd.DataFrame, config: PlotsConfig) -> list[str]:
 
 
 def draw_all(lines: Sequence[Line], runs: Sequence[RunLog], folder: Path) -> None:
-    """Draw and save every figure; one without data says why it is empty."""
+    """Draw and save every figure that has something to show."""
     looks = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
     looks |= {"grid.alpha": 0.35, "svg.hashsalt": "plots"}
     sns.set_theme(context="notebook", style="ticks", font_scale=0.95, rc=looks)
-    save(draw_breakdown(runs), folder / "breakdown")
+    if any(run.breakdowns for run in runs):
+        save(draw_breakdown(runs), folder / "breakdown")
     if not lines:
         return
     for name in LABELS:
@@ -235,12 +250,28 @@ def draw_panel(figure: Figure, spec: SubplotSpec, name: str, lines: Sequence[Lin
         strip[0].grid(axis="y", visible=False)
         axes.tick_params(which="both", bottom=False)
     values = pd.Series(np.concatenate([points[name] for points in drawn]))
+    lacking = [one for one, t, d in zip(lines, trained, drawn, strict=True) if len(t) > len(d) == 0]
+    if lacking:
+        tell_lacking(axes, lacking, name, is_empty=values.empty)
     scale_axes(axes, lines, values, is_log=name == "tokens_per_sec")
     name_factors(axes, lines)
     if name == "peak_memory":
         draw_limits(axes, lines)
     (strip[0] if strip else axes).set_xlabel("Parameters")
-    axes.set_title(LABELS[name], loc="left", fontsize=13)
+    everything = pd.concat([line.points for line in lines])
+    axes.set_title(in_ranks(LABELS[name], everything), loc="left", fontsize=13)
+
+
+def tell_lacking(axes: Axes, lines: Sequence[Line], name: str, *, is_empty: bool) -> None:
+    """Say which lines have no point here (where others have), and why."""
+    text = f"not drawn: {REASONS.get(name, 'not logged')}"
+    if not is_empty:
+        words = [", ".join(filter(None, (line.configuration, line.variant))) for line in lines]
+        more = f" and {len(words) - 3} others" * (len(words) > 3)
+        text = f"{'; '.join(words[:3])}{more} {text}"
+    text = in_ranks(text, pd.concat([line.points for line in lines]))
+    axes.text(0.5, 0.5 if is_empty else 0.03, textwrap.fill(text, 52), transform=axes.transAxes,
+              ha="center", fontsize=9.5, color="0.35")  # fmt: skip
 
 
 def draw_line(axes: Axes, line: Line, points: pd.DataFrame, name: str) -> None:
@@ -276,26 +307,35 @@ def style(line: Line) -> tuple[Any, Any, Any]:
 
 def scale_axes(axes: Axes, lines: Sequence[Line], values: pd.Series, *, is_log: bool) -> None:
     """Log axes where the values span decades; else the vertical one begins at 0."""
-    sizes = pd.concat([line.points["num_parameters"] for line in lines])
-    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1, ""))
-    axes.set_xscale("log" if sizes.max() > 4 * sizes.min() else "linear")
-    if axes.get_xscale() == "log":
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda x, _: next((f"{x / u:g} {w}" for u, w in units if x >= u), "0"))
-    )
+    sizes = np.unique(pd.concat([line.points["num_parameters"] for line in lines])).astype(float)
+    is_log_x = sizes[-1] > 4 * sizes[0]
+    axes.set_xscale("log" if is_log_x else "linear")
+    at = np.log(sizes) if is_log_x else sizes
+    shown = [0]  # ticks are at sizes, where there is room for their labels
+    for number, place in enumerate(at):
+        if place - at[shown[-1]] > (at[-1] - at[0]) / MAX_TICKS:
+            shown.append(number)
+    axes.set_xticks(sizes[shown], [size_label(size) for size in sizes[shown]])
+    axes.set_xticks([], minor=True)
+    margin = 0.06 * (at[-1] - at[0] or at[0])
+    ends = np.array([at[0] - margin, at[-1] + margin])
+    axes.set_xlim(*(np.exp(ends) if is_log_x else ends))
     if values.empty:
         axes.set_yticks([])
-        axes.text(0.5, 0.5, "no run has this value", transform=axes.transAxes, ha="center")
     elif is_log and values.max() > 10 * values.min():
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
     if not values.empty:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
+
+
+def size_label(size: float) -> str:
+    """A number of parameters with three digits: 75.5 M."""
+    value, unit = next(((size / u, w) for u, w in UNITS if size >= 0.9995 * u), (size, ""))
+    return f"{value:.3g} {unit}".rstrip()
 
 
 def name_factors(axes: Axes, lines: Sequence[Line]) -> None:
@@ -357,7 +397,9 @@ def finish(figure: Figure, lines: Sequence[Line], reading: str) -> None:
         variant_of({f: v}, [f]) for f, values in shared.items() for v in values if len(values) == 1
     ]
     caption = textwrap.fill(
-        ". ".join(filter(None, ["; ".join(facts_of_all), reading])), 120, break_on_hyphens=False
+        in_ranks(". ".join(filter(None, ["; ".join(facts_of_all), reading])), points),
+        120,
+        break_on_hyphens=False,
     )
     figure.text(0.01, 0.01, caption, fontsize=9, color="0.35")
     bottom = (0.15 + 0.16 * len(caption.splitlines())) / figure.get_figheight()
@@ -370,8 +412,6 @@ def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
     figure, axes = plt.subplots(figsize=(10, 2.2 + 0.5 * len(rows)), layout="constrained")
     axes.set(xlim=(0, 100), xlabel="Share of a step (%)", yticks=range(len(rows)))
     axes.set_title("Where the time of a step goes", loc="left", fontsize=13)
-    if not rows:
-        axes.text(50, 0, "no run was profiled (--profile)", ha="center")
     colors = [*sns.color_palette("colorblind", len(KINDS) - 1), "0.88"]
     names = [configuration_of(row) for row, _ in rows]
     own = [settings_of(row) for row, _ in rows]
@@ -397,10 +437,9 @@ def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
     axes.set_yticklabels(labels)
     axes.invert_yaxis()
     axes.grid(visible=False)
-    if rows:
-        handles, kinds = axes.get_legend_handles_labels()
-        figure.legend(handles[: len(KINDS)], kinds[: len(KINDS)], loc="outside lower left",
-                      ncols=4, frameon=False, fontsize=10)  # fmt: skip
+    handles, kinds = axes.get_legend_handles_labels()
+    figure.legend(handles[: len(KINDS)], kinds[: len(KINDS)], loc="outside lower left",
+                  ncols=4, frameon=False, fontsize=10)  # fmt: skip
     return figure
 
 

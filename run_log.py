@@ -118,6 +118,7 @@ def parse_step(text: str, *, cut: bool = False) -> tuple[StepRecord | None, bool
 class LogWriter:
     """Writes a job's lines to standard output and, if asked, appends them to a file.
 
+    A terminal is spared the records, which are long, and not for people.
     The file is made at the first line: a job refused before that leaves nothing behind.
     """
 
@@ -131,7 +132,8 @@ class LogWriter:
 
     def record(self, kind: str, values: dict[str, Any]) -> None:
         """Write a ``Kind: {json}`` line; numbers that are not finite become strings."""
-        self._write(f"{kind}: {json.dumps(_finite(values), default=str)}")
+        line = f"{kind}: {json.dumps(_finite(values), default=str)}"
+        self._write(line, shown=not sys.stdout.isatty())
 
     def text(self, line: str) -> None:
         """Write a line for people, which the reader skips."""
@@ -144,7 +146,7 @@ class LogWriter:
                 self._file.close()
             self._file = None
 
-    def _write(self, line: str) -> None:
+    def _write(self, line: str, *, shown: bool = True) -> None:
         if self._path is not None:
             try:
                 self._append(self._path, line)
@@ -152,7 +154,8 @@ class LogWriter:
                 print(f"{self._path}: {error.strerror}; logging no more to it", file=sys.stderr)
                 self._path = None
         try:
-            print(line, flush=True)
+            if shown:
+                print(line, flush=True)
         except BrokenPipeError:  # whoever read us is gone, and so is everything printed later
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -246,10 +246,12 @@ class Search:
         """Probe one factor and log how it went."""
         predicted, shape = self.predicted(factor), self.shape(factor)
         if sys.stderr.isatty():
-            print(f"\r{self.config.scaling_strategy} {factor}: {count_params(shape):,} parameters,"
-                  f" predicted {self._gib(predicted):.1f} GiB …\033[K",
+            print(f"{self.config.scaling_strategy} {factor}: {count_params(shape):,} parameters,"
+                  f" predicted {self._gib(predicted):.1f} GiB …",
                   end="", file=sys.stderr, flush=True)  # fmt: skip
         outcome = run_probe(self.probe(factor))
+        if sys.stderr.isatty():
+            print(" fits" if outcome.fits else " does not fit", file=sys.stderr)
         self.log.record("Probe", self.record(factor, predicted, outcome))
         return outcome.fits
 

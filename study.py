@@ -138,9 +138,10 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
 
 
 def configuration_of(row: Any) -> str:
-    """GPUs, nodes and FSDP of a row of the table, in words."""
+    """GPUs (or ranks on CPUs), nodes and FSDP of a row of the table, in words."""
+    unit = ("CPU rank" if row.device_type == "cpu" else "GPU") + "s" * (row.gpus > 1)
     where = f" on {row.nodes:.0f} nodes" if row.nodes > 1 else ""
-    return f"{row.gpus} GPU{'s' * (row.gpus > 1)}{where}, {'FSDP' if row.fsdp else 'no FSDP'}"
+    return f"{row.gpus} {unit}{where}, {'FSDP' if row.fsdp else 'no FSDP'}"
 
 
 def telling_settings(own: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:

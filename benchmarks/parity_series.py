@@ -1,19 +1,24 @@
 """Is FSDP training correct in every way of running it? Reference runs, FSDP runs, one table.
 
-    python benchmarks/parity_series.py                  # 2 and 4 ranks on the CPU: minutes
-    python benchmarks/parity_series.py --where one-gpu  # one rank, the real models
+    python benchmarks/parity_series.py                   # 2 and 4 ranks on the CPU: minutes
+    python benchmarks/parity_series.py --where one-gpu   # one rank, the real models
+    python benchmarks/parity_series.py --where two-gpus  # two ranks, the same references
 
-Each run is the real script through the real launcher, with a log of its own in ``--logs-dir``. Runs
-whose log is complete are not repeated, so an interrupted series goes on. Then every FSDP
+Each run is the real script through the real launcher, with a log of its own in ``--logs-dir``,
+which has its name once the run is complete. Runs that have a log are not repeated, so an
+interrupted series goes on, and the two series on GPUs share their references. Then every FSDP
 configuration is judged against the references as loss_ablation.py does; the exit status is 1 when
-one of them is not equal.
+a run is missing or one of them is not equal.
 """
 
+import itertools
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -26,109 +31,183 @@ from run_log import read_run  # noqa: E402
 
 # Micro-batches × rows of the references: they differ in the order of the sums alone.
 REFERENCES = ((8, 1), (4, 2), (2, 4))
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class SeriesConfig:
     """Flags of this script."""
 
-    where: Literal["cpu", "one-gpu"] = "cpu"
-    """Which series: small models on the CPU, or the real ones on one GPU."""
+    where: Literal["cpu", "one-gpu", "two-gpus"] = "cpu"
+    """Which series: small models on the CPU, or the real ones on one GPU or two."""
     logs_dir: Path | None = None
-    """Folder of the logs (default: logs/parity/WHERE)."""
+    """Folder of the logs (default: logs/parity/cpu or logs/parity/gpu)."""
     max_minutes: float = 60.0
     """Start no run after this time."""
+    jobs: int = 1
+    """How many runs at once: their results count, not their speed."""
+
+    def __post_init__(self) -> None:
+        if self.jobs < 1:
+            raise ValueError(f"--jobs must be at least 1, not {self.jobs}")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that must be equal: the flags they share, and how FSDP runs them."""
+    """Runs that must be equal: the flags they share, and how FSDP runs them (of WAYS)."""
 
     name: str
     flags: str
-    fsdp: dict[str, tuple[int, str]]  # name -> ranks, flags
+    ways: tuple[str, ...]
 
 
 CPU_FLAGS = (
     "--tokenizer-name-or-path tests/data/tokenizer.json --sequence-length 64 --training-steps 30 "
     "--learning-rate 3e-4 --lr-warmup-steps 10 --logging-frequency 1 --num-workers 0"
 )
+FULL, SELECTIVE = "--activation-checkpointing full", "--activation-checkpointing selective"
 GPU_FLAGS = "--training-steps 30 --logging-frequency 1"
-ONE_RANK = {"1 rank": (1, "--batch-size 4 --grad-accumulation-steps 2")}
 # A learning rate that moves most weights within 30 steps even where they are bf16, reached at the
 # last step: reached earlier, the first losses jump, and the references part.
 BF16_FLAGS = f"{GPU_FLAGS} --sequence-length 1024 --learning-rate 1e-3 --lr-warmup-steps 30"
-FULL, SELECTIVE = "--activation-checkpointing full", "--activation-checkpointing selective"
+FP32_FLAGS = (
+    f"{GPU_FLAGS} --sequence-length 128 --learning-rate 2e-4 --model-dtype fp32 "
+    "--compute-dtype fp32"
+)
+ALL_8_BF16 = ("all 8 bf16", f"{BF16_FLAGS} {FULL} --scaling-factor 8")
+N_LAYERS_1_BF16 = ("n_layers 1 bf16", f"{BF16_FLAGS} {FULL} --scaling-strategy n_layers")
+ALL_8_FP32 = ("all 8 fp32", f"{FP32_FLAGS} {FULL} --scaling-factor 8")
+# Ranks and flags of each way to run FSDP; of one that is resumed, of each part.
+WAYS = {
+    "1 rank": [(1, "--batch-size 4 --grad-accumulation-steps 2")],
+    "2 ranks": [(2, "--batch-size 4")],
+    "4 ranks": [(4, "--batch-size 2")],
+    "2 ranks, accumulation 2": [(2, "--batch-size 2 --grad-accumulation-steps 2")],
+    "2 ranks, replicas 2": [(2, "--batch-size 4 --replicas 2")],
+    "4 ranks, replicas 2": [(4, "--batch-size 2 --replicas 2")],
+    "2 ranks, CPU offload": [(2, "--batch-size 4 --cpu-offload")],
+    "2 ranks, no reshard": [(2, "--batch-size 4 --no-reshard-after-forward")],
+    "2 ranks, checkpointing": [(2, f"--batch-size 4 {FULL}")],
+    "2 to 1 to 2 ranks": [
+        (2, "--batch-size 4 --training-steps 10"),
+        (1, "--batch-size 4 --grad-accumulation-steps 2 --training-steps 20"),
+        (2, "--batch-size 4"),
+    ],
+    "compiled": [(1, "--batch-size 4 --grad-accumulation-steps 2")],
+    "compiled selective": [(1, f"--batch-size 8 {SELECTIVE}")],
+    "compiled full": [(1, f"--batch-size 8 {FULL}")],
+    "selective": [(1, f"--batch-size 8 --no-compile {SELECTIVE}")],
+}
 SERIES = {
     "cpu": (
-        Group(
-            "fp32",
-            f"{CPU_FLAGS} --model-dtype fp32",
-            {
-                "2 ranks": (2, "--batch-size 4"),
-                "4 ranks": (4, "--batch-size 2"),
-                "2 ranks, accumulation 2": (2, "--batch-size 2 --grad-accumulation-steps 2"),
-                "4 ranks, replicas 2": (4, "--batch-size 2 --replicas 2"),
-                "2 ranks, CPU offload": (2, "--batch-size 4 --cpu-offload"),
-                "2 ranks, no reshard": (2, "--batch-size 4 --no-reshard-after-forward"),
-                "2 ranks, checkpointing": (2, "--batch-size 4 --activation-checkpointing full"),
-            },
-        ),
-        Group(
-            "fp32 ragged",
-            f"{CPU_FLAGS} --model-dtype fp32 --no-packing --dataset tests/data/ragged.parquet",
-            {"2 ranks": (2, "--batch-size 4"), "4 ranks": (4, "--batch-size 2")},
-        ),
-        Group(
-            "bf16",
-            f"{CPU_FLAGS} --model-dtype bf16 --compute-dtype bf16",
-            {
-                "2 ranks": (2, "--batch-size 4"),
-                "4 ranks, replicas 2": (4, "--batch-size 2 --replicas 2"),
-            },
-        ),
+        Group("fp32", f"{CPU_FLAGS} --model-dtype fp32", (
+            "2 ranks", "4 ranks", "2 ranks, accumulation 2", "4 ranks, replicas 2",
+            "2 ranks, CPU offload", "2 ranks, no reshard", "2 ranks, checkpointing",
+            "2 to 1 to 2 ranks")),
+        Group("fp32 ragged", f"{CPU_FLAGS} --model-dtype fp32 --no-packing "
+              "--dataset tests/data/ragged.parquet", ("2 ranks", "4 ranks")),
+        Group("bf16", f"{CPU_FLAGS} --model-dtype bf16 --compute-dtype bf16",
+              ("2 ranks", "4 ranks, replicas 2")),
     ),
     "one-gpu": (
-        Group("all 8 bf16", f"{BF16_FLAGS} {FULL} --scaling-factor 8", ONE_RANK),
-        Group("n_layers 1 bf16", f"{BF16_FLAGS} {FULL} --scaling-strategy n_layers", ONE_RANK),
-        Group(
-            "all 8 fp32",
-            f"{GPU_FLAGS} {FULL} --scaling-factor 8 --sequence-length 128 --learning-rate 2e-4"
-            " --model-dtype fp32 --compute-dtype fp32",
-            {"1 rank": (1, "--batch-size 1 --grad-accumulation-steps 8")},
-        ),
-        Group(
-            "all 2 bf16",
-            f"{BF16_FLAGS} --scaling-factor 2",
-            {
-                "compiled": (1, "--batch-size 4 --grad-accumulation-steps 2"),
-                "compiled selective": (1, f"--batch-size 8 {SELECTIVE}"),
-                "compiled full": (1, f"--batch-size 8 {FULL}"),
-                "selective": (1, f"--batch-size 8 --no-compile {SELECTIVE}"),
-            },
-        ),
+        Group(*ALL_8_BF16, ("1 rank",)),
+        Group(*N_LAYERS_1_BF16, ("1 rank",)),
+        Group(*ALL_8_FP32, ("1 rank",)),
+        Group("all 2 bf16", f"{BF16_FLAGS} --scaling-factor 2",
+              ("compiled", "compiled selective", "compiled full", "selective")),
     ),
-}
+    "two-gpus": (
+        Group(*ALL_8_BF16, ("2 ranks", "2 ranks, no reshard", "2 ranks, replicas 2",
+                            "2 ranks, CPU offload", "2 to 1 to 2 ranks")),
+        Group(*N_LAYERS_1_BF16, ("2 ranks", "2 ranks, no reshard")),
+        Group(*ALL_8_FP32, ("2 ranks",)),
+    ),
+}  # fmt: skip
 
 
-def runs_of(group: Group) -> dict[str, list[str]]:
-    """Command of each run of a group, by the name of its log."""
-    flags = group.flags.split()
-    commands = {}
-    for micro_batches, rows in REFERENCES:
-        shape = ["--batch-size", str(rows), "--grad-accumulation-steps", str(micro_batches)]
-        name = f"reference {micro_batches}x{rows}"
-        commands[name] = [sys.executable, "train.py", *flags, *shape]
-    for name, (ranks, more) in group.fsdp.items():
+@dataclass
+class Run:
+    """A run on its way to its log; of its commands, each starts when the one before is done."""
+
+    log: Path
+    commands: list[list[str]]
+    process: subprocess.Popen[bytes] = field(init=False)
+    started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Until the last command is done; a log that is cut short is no evidence.
+        self.unfinished_log = self.log.with_suffix(".unfinished")
+        self.saved = self.log.with_suffix(".saved")  # checkpoints
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its log is there and says so."""
+        return self.log.exists() and read_run(self.log).status == "completed"
+
+    def start(self) -> None:
+        """Start from the beginning."""
+        self.started = time.monotonic()
+        shutil.rmtree(self.saved, ignore_errors=True)
+        for log in (self.log, self.unfinished_log):
+            log.unlink(missing_ok=True)
+        self._start_next()
+
+    def _start_next(self) -> None:
+        command = [*self.commands.pop(0), "--log-file", _seen_from_root(self.unfinished_log)]
+        # In a session of its own: Ctrl-C on the terminal reaches it once, through us.
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, env=log_environment(),
+            start_new_session=True,
+        )  # fmt: skip
+
+    def goes_on(self) -> bool:
+        """Whether it is not over; starts its next command where one is due."""
+        status = self.process.poll()
+        if status == 0 and self.commands:
+            self._start_next()
+        elif status is not None:
+            self.close()
+            how = f"failed with status {status} (see {self.unfinished_log})" if status else "done"
+            print(
+                f"{self.log.name}: {how}, {time.monotonic() - self.started:.0f} s", file=sys.stderr
+            )
+            if status == 0:
+                self.unfinished_log.rename(self.log)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Wait until it has ended, and remove its checkpoints."""
+        self.process.wait()
+        shutil.rmtree(self.saved, ignore_errors=True)
+
+
+def runs_of(group: Group, folder: Path) -> list[Run]:
+    """Each run of a group, with its log in a folder."""
+
+    def log_of(name: str) -> Path:
+        return folder / f"{group.name} {name}.out".replace(",", "").replace(" ", "_")
+
+    def sharded(ranks: int, more: str) -> list[str]:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         launch += ["--nproc-per-node", str(ranks), "train_fsdp.py"]
-        commands[f"fsdp {name}"] = [*launch, *flags, *more.split()]
-    return commands
+        return [*launch, *group.flags.split(), *more.split()]
+
+    runs = []
+    for micro_batches, rows in REFERENCES:
+        shape = ["--batch-size", str(rows), "--grad-accumulation-steps", str(micro_batches)]
+        command = [sys.executable, "train.py", *group.flags.split(), *shape]
+        runs.append(Run(log_of(f"reference {micro_batches}x{rows}"), [command]))
+    for name in group.ways:
+        run = Run(log_of(f"fsdp {name}"), [sharded(*part) for part in WAYS[name]])
+        for command in run.commands if len(run.commands) > 1 else ():
+            command += ["--checkpoint-dir", _seen_from_root(run.saved), "--keep", "1"]
+        runs.append(run)
+    return runs
 
 
-def log_path(folder: Path, group: Group, name: str) -> Path:
-    """Log of one run."""
-    return folder / f"{group.name} {name}.out".replace(",", "").replace(" ", "_")
+def _seen_from_root(path: Path) -> str:
+    return os.path.relpath(path, REPOSITORY)
 
 
 def log_environment() -> dict[str, str]:
@@ -136,38 +215,48 @@ def log_environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def run_if_missing(command: list[str], log: Path) -> None:
-    """Run a command unless its log says that it completed."""
-    if log.exists() and read_run(log).status == "completed":
-        return
-    log.unlink(missing_ok=True)
-    started = time.monotonic()
-    done = subprocess.run(
-        [*command, "--log-file", os.path.relpath(log, REPOSITORY)],
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        env=log_environment(),
-    )
-    print(f"{log.name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
-    if done.returncode:
-        sys.exit(f"{log.name} failed with status {done.returncode}")
+def run_all(waiting: list[Run], *, num_jobs: int, deadline: float) -> None:
+    """Run them, several at once, and none from the deadline (of the monotonic clock) on.
+
+    A run that fails leaves the others alone. SIGTERM and Ctrl-C end all that run, and us.
+    """
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: signals.append(number))
+    running: list[Run] = []
+    try:
+        while not signals and (running or (waiting and time.monotonic() < deadline)):
+            while waiting and len(running) < num_jobs and time.monotonic() < deadline:
+                run = waiting.pop(0)
+                run.start()
+                running.append(run)
+            time.sleep(POLL_S)
+            running = [run for run in running if run.goes_on()]
+    finally:
+        for run in running:
+            run.process.terminate()
+        for run in running:
+            run.close()
+    if signals:
+        sys.exit(128 + signals[0])
 
 
 def main(config: SeriesConfig) -> int:
     """Make the missing runs, print the table."""
-    groups = SERIES[config.where]
-    folder = config.logs_dir or REPOSITORY / "logs" / "parity" / config.where
+    name = "cpu" if config.where == "cpu" else "gpu"
+    folder = config.logs_dir or REPOSITORY / "logs" / "parity" / name
     folder.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    for group in groups:
-        for name, command in runs_of(group).items():
-            if time.monotonic() - started > 60 * config.max_minutes:
-                sys.exit("out of time: run again to go on")
-            run_if_missing(command, log_path(folder, group, name))
+    groups = (runs_of(group, folder) for group in SERIES[config.where])
+    # One of each group in turn, so that not all that run at once are of the largest model.
+    runs = [run for turn in itertools.zip_longest(*groups) for run in turn if run is not None]
+    missing = [run for run in runs if not run.is_complete]
+    deadline = time.monotonic() + 60 * config.max_minutes
+    run_all(missing, num_jobs=config.jobs, deadline=deadline)
     print(parity_table(folder))
-    comparisons = parity_comparisons(folder)
-    complete = len(comparisons) == sum(len(group.fsdp) for group in groups)
-    return 0 if complete and all(found.verdict == "equal" for _, found in comparisons) else 1
+    if missing := [run.log.name for run in runs if not run.is_complete]:
+        print(f"run again to go on; missing: {', '.join(missing)}", file=sys.stderr)
+    equal = all(found.verdict == "equal" for _, found in parity_comparisons(folder))
+    return 0 if equal and not missing else 1
 
 
 if __name__ == "__main__":

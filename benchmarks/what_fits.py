@@ -17,6 +17,8 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import matplotlib
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
@@ -166,4 +168,5 @@ def main(config: WhatFitsConfig) -> None:
 
 
 if __name__ == "__main__":
+    matplotlib.use("agg")
     main(parse_flags(WhatFitsConfig))

@@ -56,7 +56,10 @@ ROOMS: dict[str, tuple[str, str]] = {
     "study": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "comparison": (f"{LOG_ROOMS} breakdown analysis study", "numpy pandas"),
     "plots": (f"{LOG_ROOMS} breakdown cli analysis study", "numpy pandas seaborn matplotlib tyro"),
-    "figures": (f"{LOG_ROOMS} cli memory analysis parity comparison fit_report", "numpy pandas"),
+    "figures": (
+        f"{LOG_ROOMS} cli memory analysis parity comparison fit_report",
+        "numpy pandas matplotlib",
+    ),
 }
 NO_TORCH = [room for room, (_, packages) in ROOMS.items() if "torch" not in packages.split()]
 EXISTING = [path.stem for path in sorted(ROOT.glob("*.py"))]
@@ -147,6 +150,14 @@ def test_analysis_does_not_load_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr or "torch was loaded"
+
+
+def test_analysis_leaves_the_backend_of_matplotlib_alone() -> None:
+    rooms = [room for room in EXISTING if "matplotlib" in ROOMS[room][1].split()]
+    code = "import matplotlib; matplotlib.use('svg')\n"
+    code += f"import {', '.join(rooms)}; assert matplotlib.get_backend() == 'svg'"
+    assert rooms
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
 def test_scripts_differ_only_where_fsdp_does() -> None:

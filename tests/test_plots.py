@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from matplotlib import pyplot as plt
 
 import plots
 from analysis import load_runs, table
@@ -26,7 +27,8 @@ from study import drawn_points, quiet_step_s, split_lines
 ROOT = Path(__file__).resolve().parent.parent
 SEED_LOGS = ROOT.parent / "shared" / "seed_logs"
 needs_seed_logs = pytest.mark.skipif(not SEED_LOGS.is_dir(), reason="older logs are not public")
-FIGURES = [*LABELS, "training_metrics_comparison", "breakdown"]
+UNPROFILED = [*LABELS, "training_metrics_comparison"]
+FIGURES = [*UNPROFILED, "breakdown"]
 FLAGS = {
     "scaling_strategy": "all", "scaling_factor": 2, "batch_size": 1, "grad_accumulation_steps": 1,
     "sequence_length": 4096, "model_dtype": "bf16", "activation_checkpointing": "none",
@@ -100,7 +102,7 @@ def test_the_older_logs(tmp_path: Path) -> None:
     assert code == 0, err
     assert "21 runs" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        ["results.csv", "results.md", *(f"{f}.{end}" for f in FIGURES for end in ("png", "svg"))]
+        ["results.csv", "results.md", *(f"{f}.{end}" for f in UNPROFILED for end in ("png", "svg"))]
     )
     found = {
         row["log"]: row
@@ -345,7 +347,7 @@ def test_logs_that_are_only_half_usable(write: Write, tmp_path: Path, capsys: An
     values = {variant: line.points for (_, variant), line in lines.items()}
     unknown = values["batch 1, Some GPU"]
     assert unknown["tokens_per_sec"].tolist() == [7.0] and unknown["mfu"].isna().all()
-    assert len(list((tmp_path / "plots").glob("*.svg"))) == len(FIGURES)
+    assert len(list((tmp_path / "plots").glob("*.svg"))) == len(UNPROFILED)
 
 
 def test_a_single_run_and_nothing_but_failures(write: Write, tmp_path: Path) -> None:
@@ -361,6 +363,48 @@ def test_a_single_run_and_nothing_but_failures(write: Write, tmp_path: Path) -> 
     main(config)
     text = (config.output_dir / "results.md").read_text()
     assert "left out: failed.out: failed without" in text and "no figure" in text
+
+
+def axes_of(name: str, folder: Path) -> Any:
+    """Axes of one figure of the logs in a folder."""
+    figure = plt.figure(layout="constrained")
+    lines, _ = lines_of(folder)
+    plots.draw_panel(figure, figure.add_gridspec(1, 1)[0], name, list(lines.values()))
+    return figure.axes[0]
+
+
+def test_figures_of_two_runs_on_a_cpu(write: Write, tmp_path: Path) -> None:
+    """One size, ranks that are no GPUs, no peak, another batch on two ranks, none profiled."""
+    cpu: dict[str, Any] = {"device_type": "cpu", "device": "x86_64", "peak_tflops": None}
+    write([1.0, 1.0, 50.0], flags={"batch_size": 2}, **cpu)
+    write([1.0, 1.0, 40.0], world_size=2, **cpu, **SHARDED)
+    config = PlotsConfig(logs=tmp_path / "logs", output_dir=tmp_path / "plots")
+    main(config)
+    text = (config.output_dir / "results.md").read_text()
+    assert text.startswith("| ranks | nodes |") and "no breakdown of a step" in text
+    assert not list(config.output_dir.glob("breakdown*"))
+    assert {name for name, _ in lines_of(config.logs)[0]} == {"1 CPU rank, no FSDP",
+                                                             "2 CPU ranks, FSDP"}  # fmt: skip
+    for name in LABELS:
+        axes = axes_of(name, config.logs)
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["191 M"]
+        assert "GPU" not in axes.get_title(loc="left")
+        low, high = axes.get_xlim()
+        assert low < 190_857_728 < high
+    [why] = [text.get_text() for text in axes_of("mfu", config.logs).texts]
+    assert why == "not drawn: no peak is known for the device"
+    [why] = [text.get_text() for text in axes_of("scaling_efficiency", config.logs).texts]
+    assert why.startswith("2 CPU ranks, FSDP, batch 1 not drawn: no run on one\nrank without")
+
+
+def test_ticks_are_sizes_with_room_between_them(write: Write, tmp_path: Path) -> None:
+    for factor in (1, 2, 4, 6, 8, 9, 10, 12):
+        write([1.0, 1.0, 5.0], factor=factor)
+    axes = axes_of("tflops", tmp_path / "logs")
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == ["75.5 M", "191 M", "705 M", "1.86 B", "5.53 B"]
+    top = max(axes.get_ylim())
+    assert top > 1.05 * axes.collections[-1].get_offsets()[:, 1].max(), "no marker is cut"
 
 
 def test_many_logs_are_drawn_in_time(write: Write, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Does README.md say what the logs, the code and the Makefile say?"""
 
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, fields, is_dataclass
@@ -8,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 import figures
 from model_config import build_config
@@ -67,6 +69,8 @@ def test_a_stale_block_is_found_and_mended(tmp_path: Path) -> None:
     subprocess.run(command, check=True, **options)
     assert readme.read_text(encoding="utf-8") == README
     assert subprocess.run(check, **options).returncode == 0
+    drawn, published = (imread(folder / figures.WHAT_FITS_FIGURE) for folder in (tmp_path, ROOT))
+    assert drawn.shape == published.shape and (drawn == published).all(), "run make figures"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +134,18 @@ def test_an_unusable_published_log_is_refused(tmp_path: Path) -> None:
     (core / "a.out").write_text("nothing\n")
     with pytest.raises(ValueError, match=r"a\.out"):
         figures.core_runs(tmp_path)
+
+
+def test_parity_on_gpus_is_told_from_one_folder(tmp_path: Path) -> None:
+    """CPU logs stand in for those of GPUs: one table for all numbers of ranks."""
+    for device in ("cpu", "h200"):
+        shutil.copytree(PUBLISHED / "cpu" / "parity", tmp_path / device / "parity")
+    shutil.copytree(PUBLISHED / "cpu" / "faults", tmp_path / "cpu" / "faults")
+    text = figures.parity(tmp_path)
+    [told] = re.findall(r"--where ([a-z-]+)`\): 30 steps", text)
+    assert told == "two-gpus"
+    assert re.search(r"In bf16 the 30 steps moved at least \d+ % of the weights: an", text)
+    assert text.count("`all` 1 fp32, 2 × 4, resumed: 2 → 1 → 2 ranks |") == 2
 
 
 def test_no_measurement_is_written_by_hand() -> None:

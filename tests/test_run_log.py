@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,7 +27,8 @@ from run_log import (
     read_runs,
 )
 
-SEED_LOGS = Path(__file__).resolve().parents[2] / "shared" / "seed_logs"
+ROOT = Path(__file__).resolve().parent.parent
+SEED_LOGS = ROOT.parent / "shared" / "seed_logs"
 # Digits that are printed after the point; the learning rate has four in its mantissa.
 DECIMALS = {"tokens_per_s": 2, "training_tokens_pct": 2, "mfu_pct": 2, "tflops": 2}
 DECIMALS |= {"loss": 6, "grad_norm": 6, "step_s": 5, "peak_gib": 3, "peak_reserved_gib": 3}
@@ -253,6 +258,27 @@ def test_every_cut_of_a_step_line_is_right_or_counted(tmp_path: Path) -> None:
                 assert all(v in (None, whole[k]) for k, v in values.items() if k != "step")
                 kept += record.step == 5
     assert kept > 10  # lines that were cut after the sixth field are worth something
+
+
+def test_a_terminal_shows_lines_for_people_only(tmp_path: Path) -> None:
+    """Lines on a terminal; the file and a pipe have the records too."""
+    code = (
+        "import sys; from pathlib import Path; from run_log import *\n"
+        "log = LogWriter(Path(sys.argv[1]))\n"
+        "log.record('Run', {'schema': 1}); log.step(StepRecord(1, 2.0, 3.0, 99.0, None, None))\n"
+        "log.text('Best fit: 19'); log.record('End', {'status': 'completed'}); log.close()"
+    )
+    for name in ("terminal", "pipe"):
+        ours, theirs = pty.openpty() if name == "terminal" else os.pipe()
+        with open(ours, "rb", buffering=0) as shown:
+            path = tmp_path / f"{name}.out"
+            command = [sys.executable, "-c", code, str(path)]
+            subprocess.run(command, cwd=ROOT, stdout=theirs, check=True, timeout=60)
+            lines = shown.read(10_000).decode().replace("\r", "").splitlines()
+        os.close(theirs)
+        whole = path.read_text().splitlines()
+        assert [line.split(":")[0] for line in whole] == ["Run", "Step", "Best fit", "End"]
+        assert lines == (whole[1:3] if name == "terminal" else whole)
 
 
 def test_last_record_without_a_newline_counts(read: Callable[..., RunLog]) -> None:

@@ -1,0 +1,116 @@
+"""Does the series make each run once, several at a time, and leave nothing half done?"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from run_log import read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+SLOW_S = 400
+# A series of few steps, called as the script would be; `broken` is a flag that is refused.
+SERIES = """
+import sys
+sys.path.insert(0, "benchmarks")
+import parity_series as series
+from pathlib import Path
+series.WAYS["broken"] = [(1, "--scaling-factor 0")]
+series.WAYS["2 to 1 to 2 ranks"] = [
+    (2, "--batch-size 4 --training-steps 2"),
+    (1, "--batch-size 8 --training-steps 4"),
+    (2, "--batch-size 4"),
+]
+for where, ways in (("one-gpu", ("2 ranks", "broken")), ("two-gpus", ("2 to 1 to 2 ranks",))):
+    group = series.Group("few", f"{series.CPU_FLAGS} --training-steps 6", ways)
+    series.SERIES[where] = (group,)
+sys.exit(series.main(series.SeriesConfig(sys.argv[1], Path(sys.argv[2]), jobs=2)))
+"""
+# Runs of other programs: NAME=CODE, whose last argument is the log.
+RUNS = """
+import sys, time
+sys.path.insert(0, "benchmarks")
+from parity_series import Run, run_all
+from pathlib import Path
+folder, seconds, *words = sys.argv[1:]
+runs = []
+for word in words:
+    name, code = word.split("=", 1)
+    runs.append(Run(Path(folder, f"{name}.out"), [[sys.executable, "-c", code]]))
+run_all(runs, num_jobs=2, deadline=time.monotonic() + float(seconds))
+"""
+WRITE = "import os, sys, time; open(sys.argv[2], 'w').write(str(os.getpid())); "
+
+
+def start(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=SLOW_S)
+    return process.returncode, out, err
+
+
+def test_series_with_a_failed_and_a_resumed_run(tmp_path: Path) -> None:
+    code, table, err = finish(start(SERIES, "one-gpu", tmp_path))
+    assert code == 1, err
+    assert "few_fsdp_broken.out: failed with status 1" in err
+    assert "missing: few_fsdp_broken.out" in err
+    assert table.count("| equal |") == 1, (table, err)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert len(times) == 4
+    code, table, err = finish(start(SERIES, "two-gpus", tmp_path))
+    assert code == 0, (table, err)
+    rows = [line for line in table.splitlines() if "| equal |" in line]
+    assert len(rows) == 2 and "resumed: 2 → 1 → 2 ranks" in rows[1], table
+    assert times == {path: path.stat().st_mtime_ns for path in times}, "one set of references"
+    [path] = set(tmp_path.iterdir()) - times.keys()
+    resumed = read_run(path)
+    assert [run["world_size"] for run in resumed.runs] == [2, 1, 2]
+    assert [run["resumed_from_step"] for run in resumed.runs] == [None, 2, 4]
+    assert [step.step for step in resumed.steps] == [1, 2, 3, 4, 5, 6]
+
+
+def test_runs_overlap_and_one_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
+    logs, here = tmp_path / "logs", tmp_path / "here"
+    logs.mkdir()
+    here.mkdir()
+    meet = (
+        f"{WRITE} open(f'{here}/{{os.getpid()}}', 'w')\n"
+        f"while len(os.listdir('{here}')) < 2: time.sleep(0.05)"
+    )
+    runs = [f"a={meet}", f"b={meet}", f"c={WRITE} sys.exit(5)", f"d={WRITE}"]
+    code, _, err = finish(start(RUNS, logs, "60", *runs))
+    assert code == 0 and "c.out: failed with status 5" in err
+    names = sorted(path.name for path in logs.iterdir())
+    assert names == ["a.out", "b.out", "c.unfinished", "d.out"]
+
+
+def test_no_run_begins_after_the_deadline(tmp_path: Path) -> None:
+    assert finish(start(RUNS, tmp_path, "0", f"a={WRITE}"))[0] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_ends_all_runs(tmp_path: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process = start(RUNS, tmp_path, "60", *(f"{name}={WRITE} time.sleep(600)" for name in "ab"))
+        logs = [tmp_path / f"{name}.unfinished" for name in "ab"]
+        deadline = time.monotonic() + SLOW_S
+        while not all(log.exists() and log.read_text() for log in logs):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert finish(process)[0] == 128 + number
+        assert not [log for log in logs if os.path.exists(f"/proc/{log.read_text()}")]
+        assert not list(tmp_path.glob("*.out"))
+        for log in logs:
+            log.unlink()
