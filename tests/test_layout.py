@@ -27,6 +27,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "model_config": ("", ""),
     "hardware": ("", ""),
     "breakdown": ("", ""),
+    "links": ("model_config", ""),
     "cli": ("", "tyro"),
     "memory": ("model_config cli", "tyro"),
     "utils": ("", "torch numpy"),
