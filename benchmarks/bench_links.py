@@ -4,8 +4,9 @@
 
 For each way that NCCL can be made to take (NVLink, its default; shared memory of the host; sockets
 on loopback, a stand-in for a slow network): an all-gather and a reduce-scatter of the sizes that
-FSDP uses, and train_fsdp.py at four sizes; and those four on one rank, where nothing travels. A log
-each in ``--output-dir``; what is complete is not repeated, so an interrupted series goes on.
+FSDP uses, and train_fsdp.py at four sizes; and those four with a second rank that does not exist,
+where nothing travels (simulated_train.py). A log each in ``--output-dir``; what is complete is not
+repeated, so an interrupted series goes on.
 
 A ``Link:`` record holds the median seconds of a collective over windows of calls, and the bus
 bandwidth, (n-1)/n × bytes of the whole tensor ÷ seconds for n ranks: what each link of a ring
@@ -56,7 +57,7 @@ class BenchConfig:
     max_minutes: float = 30.0
     """Start nothing after this time; run again to go on."""
     only: str = ""
-    """Make only the logs with this in their name: bandwidth, one_rank, NVLink, all_10, …"""
+    """Make only the logs with this in their name: bandwidth, simulated, NVLink, all_10, …"""
     tiny: bool = False
     """Messages and a model small enough for a CPU (gloo), to see that all of it runs."""
     measure: str = ""
@@ -129,7 +130,7 @@ def measure(log: LogWriter, tiny: bool) -> None:
 
 
 def plan(config: BenchConfig) -> dict[str, tuple[dict[str, str], list[str]]]:
-    """Name of each log -> (environment, script and flags of each rank), in order."""
+    """Name of each log -> (environment, script and flags), in order."""
     jobs: dict[str, tuple[dict[str, str], list[str]]] = {}
     for name, environment in TRANSPORTS.items():
         command = ["benchmarks/bench_links.py", *["--tiny"] * config.tiny, "--measure", name]
@@ -137,13 +138,15 @@ def plan(config: BenchConfig) -> dict[str, tuple[dict[str, str], list[str]]]:
         jobs[f"bandwidth {name}"] = environment, command
     shapes = (("all", 1),) if config.tiny else SHAPES
     more = TINY_FLAGS if config.tiny else ""
-    for name, environment in {"one rank": {}, **TRANSPORTS}.items():
+    alone = {"WORLD_SIZE": str(NUM_RANKS)}
+    for name, environment in {"simulated": alone, **TRANSPORTS}.items():
+        script = "benchmarks/simulated_train.py" if name == "simulated" else "train_fsdp.py"
         few = config.tiny or "sockets" in name
         windows = WINDOW_STEPS_SOCKETS if few else WINDOW_STEPS
         for (strategy, factor), window in zip(shapes, windows, strict=False):
             flags = f"--scaling-strategy {strategy} --scaling-factor {factor} --no-digest {more}"
             flags += f" --logging-frequency {window} --training-steps {4 * window}"
-            jobs[f"{name} {strategy} {factor}"] = environment, ["train_fsdp.py", *flags.split()]
+            jobs[f"{name} {strategy} {factor}"] = environment, [script, *flags.split()]
     return {name.replace(" ", "_"): job for name, job in jobs.items()}
 
 
@@ -152,13 +155,14 @@ def run_job(environment: dict[str, str], command: list[str], log: Path) -> None:
     if log.exists() and read_run(log).status in ("completed", "out_of_memory"):
         return
     log.unlink(missing_ok=True)
-    num_ranks = 1 if log.stem.startswith("one_rank") else NUM_RANKS
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", str(num_ranks), *command]
-    if command[0] == "train_fsdp.py":
-        launch += ["--log-file", os.path.relpath(log, REPOSITORY)]
+    launch = [sys.executable]
+    if "WORLD_SIZE" not in environment:
+        launch += ["-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc-per-node", str(NUM_RANKS)]
+    if "--measure" not in command:
+        command = [*command, "--log-file", os.path.relpath(log, REPOSITORY)]
     started, where = time.monotonic(), os.environ | environment
-    done = subprocess.run(launch, cwd=REPOSITORY, env=where, stdout=subprocess.DEVNULL)
+    done = subprocess.run([*launch, *command], cwd=REPOSITORY, env=where, stdout=subprocess.DEVNULL)
     seconds = time.monotonic() - started
     print(f"{log.stem}: {seconds:.0f} s, status {done.returncode}", file=sys.stderr)
 
