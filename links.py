@@ -43,6 +43,11 @@ class Line:
         """Time of one collective of so many bytes, all ranks' parts together."""
         return self.latency_s + num_bytes * self.s_per_byte
 
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Bus bandwidth of a line that was fitted at two ranks, (n-1)/n of its bytes a second."""
+        return (1 - 1 / 2) / self.s_per_byte
+
 
 @dataclass(frozen=True)
 class Group:
@@ -102,9 +107,9 @@ def step_s(
     Each group computes for its share of the FLOPs, a third of it forward. An all-gather begins when
     the computation of the group before it does, forward and backward; the embedding's comes before
     all else, and the head, which comes last, stays gathered. A reduce-scatter begins after its
-    group's backward, which itself waits for the one before it; collectives of one communicator run
-    one after the other. An all-reduce over replicas follows its reduce-scatter, on a link of its
-    own. What outlasts the computation is exposed.
+    group's backward. The two share a communicator: one runs after the other, as they are issued. An
+    all-reduce over replicas follows its reduce-scatter, on a link of its own. What outlasts the
+    computation is exposed.
     """
     flops = sum(group.flops for group in groups)
     forward_s = [compute_s / 3 * group.flops / flops for group in groups]
@@ -115,7 +120,7 @@ def step_s(
         begin = max(clock, gathered)
         if i > 0:
             link_free = gathered = max(link_free, begin) + gather_s[i - 1]
-        clock = max(begin + 2 * forward_s[i], reduced)
+        clock = begin + 2 * forward_s[i]
         num_bytes = REDUCED_BYTES * groups[i].num_params
         link_free = reduced = max(link_free, clock) + scatter.seconds(num_bytes)
         if all_reduce is not None:
@@ -129,7 +134,7 @@ def ring(measured: Line, *, gpus: int, nodes: int, link_bytes_per_s: float) -> L
     Each byte enters a node once, through the links of all its GPUs: they bound the bandwidth where
     NVLink does not. Latency grows with the hops of the ring, of which nodes - 1 leave a node.
     """
-    bus_bytes_per_s = (1 - 1 / 2) / measured.s_per_byte
+    bus_bytes_per_s = measured.bus_bytes_per_s
     if nodes > 1:
         bus_bytes_per_s = min(bus_bytes_per_s, gpus // nodes * link_bytes_per_s)
     hops_s = (gpus - 1 - nodes) * HOP_S + (nodes - 1) * NODE_HOP_S  # the first hop was measured

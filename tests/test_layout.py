@@ -53,10 +53,14 @@ ROOMS: dict[str, tuple[str, str]] = {
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
     "fit_report": (f"{LOG_ROOMS} memory", "seaborn matplotlib"),
+    "link_report": (f"{LOG_ROOMS} links analysis", "seaborn matplotlib"),
     "study": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "comparison": (f"{LOG_ROOMS} breakdown analysis study", "numpy pandas"),
     "plots": (f"{LOG_ROOMS} breakdown cli analysis study", "numpy pandas seaborn matplotlib tyro"),
-    "figures": (f"{LOG_ROOMS} cli memory analysis parity comparison fit_report", "numpy pandas"),
+    "figures": (
+        f"{LOG_ROOMS} cli memory analysis parity comparison fit_report link_report",
+        "numpy pandas",
+    ),
 }
 NO_TORCH = [room for room, (_, packages) in ROOMS.items() if "torch" not in packages.split()]
 EXISTING = [path.stem for path in sorted(ROOT.glob("*.py"))]
