@@ -39,6 +39,10 @@ parity: $(INSTALLED) ## FSDP against no FSDP on the CPU, in every way of running
 bench-gpu: $(INSTALLED) ## Speed of train.py on the GPU at hand, beside what its matmuls sustain (goes on where it stopped)
 	$(PY) benchmarks/bench_gpu.py
 
+.PHONY: bench-links
+bench-links: $(INSTALLED) ## What the link between two GPUs costs: collectives and steps (goes on where it stopped)
+	$(PY) benchmarks/bench_links.py
+
 .PHONY: what-fits
 what-fits: $(INSTALLED) ## What loads and what trains on the GPU at hand, and on more of them, simulated (goes on where it stopped)
 	$(PY) benchmarks/what_fits.py

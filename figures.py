@@ -32,6 +32,7 @@ from analysis import (
 )
 from cli import parse_flags, refuse
 from comparison import scaling_section
+from link_report import FIGURE, link_section, plot_projection
 from memory import MODEL_VOCAB_SIZE
 from model_config import ScalingStrategy, build_config, count_params
 from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
@@ -386,11 +387,18 @@ def _fault_table(published: Path) -> str:
     return "\n".join([TABLE_HEAD.replace("configuration", "fault"), *faults])
 
 
+def links(published: Path) -> str:
+    """What the link between GPUs costs, measured on two of them and projected to many."""
+    section = link_section(published / "h200" / "links")
+    return f"### What does the link cost?\n\n{section}" if section else ""
+
+
 # Block of README -> what writes it, given the folder of published logs.
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "bench": bench,
     "checkpoint": checkpoint,
     "core-runs": core_runs,
+    "links": links,
     "parity": parity,
     "model-sizes": model_sizes,
     "scaling": scaling_section,
@@ -434,6 +442,7 @@ def main(config: FiguresConfig) -> None:
         fit_report.plot_what_fits(fits, config.readme.parent / WHAT_FITS_FIGURE)
     if stale:
         config.readme.write_text(text, encoding="utf-8")
+    plot_projection(config.published / "h200" / "links", config.readme.parent / FIGURE)
     print(f"{config.readme}: rewrote {', '.join(stale) or 'nothing, all blocks are up to date'}")
 
 

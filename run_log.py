@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 SCHEMA_VERSION = 1
-KNOWN_KINDS = ("Run", "Probe", "Breakdown", "Checkpoint", "End")
+KNOWN_KINDS = ("Run", "Probe", "Breakdown", "Checkpoint", "Link", "End")
 
 
 @dataclass(frozen=True, slots=True)  # a table of runs holds millions
@@ -219,6 +219,7 @@ class RunLog:
     probes: list[dict[str, Any]] = field(default_factory=list)
     breakdowns: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    links: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     legacy: LegacyFacts | None = None
     num_skipped_lines: int = 0
@@ -315,7 +316,7 @@ class _Reader:
             self.current.end = None  # an earlier attempt's end is not the job's
         elif kind == "End":
             self.current.end = values
-        elif kind in ("Probe", "Breakdown", "Checkpoint"):
+        elif kind in ("Probe", "Breakdown", "Checkpoint", "Link"):
             getattr(self.current, f"{kind.lower()}s").append(values)
         elif kind[0].isupper():
             self.current.skipped_kinds[kind] += 1

@@ -118,6 +118,12 @@ def versions() -> dict[str, str | None]:
     }
 
 
+def nccl_environment() -> dict[str, str]:
+    """What the environment asks of NCCL: it can decide how fast a collective is."""
+    return {k: relative_path(v) if Path(v).is_absolute() else v
+            for k, v in sorted(os.environ.items()) if k.startswith("NCCL_")}  # fmt: skip
+
+
 def source_version() -> dict[str, Any]:
     """Commit of this code and whether the tree differs from it.
 

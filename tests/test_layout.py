@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Documentation is not held against anybody: docstrings, comments and blank lines are not counted.
-MAX_LINES_OF_CODE = 6300
+MAX_LINES_OF_CODE = 6700
 MAX_LINES_FUNCTION = 60
 MAX_LINES_DIFFERENT = 12
 
@@ -26,6 +26,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "model_config": ("", ""),
     "hardware": ("", ""),
     "breakdown": ("", ""),
+    "links": ("model_config", ""),
     "cli": ("", "tyro"),
     "memory": ("model_config cli", "tyro"),
     "utils": ("", "torch numpy"),
@@ -53,11 +54,12 @@ ROOMS: dict[str, tuple[str, str]] = {
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
     "fit_report": (f"{LOG_ROOMS} memory", "seaborn matplotlib"),
+    "link_report": (f"{LOG_ROOMS} links analysis", "seaborn matplotlib"),
     "study": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "comparison": (f"{LOG_ROOMS} breakdown analysis study", "numpy pandas"),
     "plots": (f"{LOG_ROOMS} breakdown cli analysis study", "numpy pandas seaborn matplotlib tyro"),
     "figures": (
-        f"{LOG_ROOMS} cli memory analysis parity comparison fit_report",
+        f"{LOG_ROOMS} cli memory analysis parity comparison fit_report link_report",
         "numpy pandas matplotlib",
     ),
 }

@@ -1,0 +1,186 @@
+"""What does the link between two GPUs cost: the time of FSDP's collectives, and of a step?
+
+    python benchmarks/bench_links.py --output-dir logs/published/h200/links
+
+For each way that NCCL can be made to take (NVLink, its default; shared memory of the host; sockets
+on loopback, a stand-in for a slow network): an all-gather and a reduce-scatter of the sizes that
+FSDP uses, and train_fsdp.py at four sizes; and those four with a second rank that does not exist,
+where nothing travels (simulated_train.py). A log each in ``--output-dir``; what is complete is not
+repeated, so an interrupted series goes on.
+
+A ``Link:`` record holds the median seconds of a collective over windows of calls, and the bus
+bandwidth, (n-1)/n × bytes of the whole tensor ÷ seconds for n ranks: what each link of a ring
+carries (nccl-tests, doc/PERFORMANCE.md).
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from cli import parse_flags, refuse  # noqa: E402
+from distributed import World, sharded_world  # noqa: E402
+from links import MESSAGE_SHAPES, SHAPES, TRANSPORTS  # noqa: E402
+from memory import MODEL_VOCAB_SIZE  # noqa: E402
+from model_config import build_config, count_block_params  # noqa: E402
+from run_log import SCHEMA_VERSION, LogWriter, read_run  # noqa: E402
+from utils import device_name, nccl_environment, source_version, versions  # noqa: E402
+
+METHOD_VERSION = 1
+NUM_WINDOWS = 5
+WINDOW_S = 0.02
+NUM_RANKS = 2
+# Steps between the log lines of each shape; where gigabytes go through sockets, fewer. The first of
+# four such windows is the warm-up.
+WINDOW_STEPS, WINDOW_STEPS_SOCKETS = (20, 6, 4, 4), (4, 2, 1, 1)
+
+TINY_FLAGS = "--tokenizer-name-or-path tests/data/tokenizer.json --sequence-length 64"
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Flags of this script."""
+
+    output_dir: Path = Path("logs/bench_links")
+    """Folder of the logs."""
+    max_minutes: float = 30.0
+    """Start nothing after this time; run again to go on."""
+    only: str = ""
+    """Make only the logs with this in their name: bandwidth, simulated, NVLink, all_10, …"""
+    tiny: bool = False
+    """Messages and a model small enough for a CPU (gloo), to see that all of it runs."""
+    measure: str = ""
+    """Time the collectives (for the ranks that this script starts): the transport they take."""
+
+
+def message_sizes(tiny: bool) -> dict[int, str]:
+    """Elements of a collective -> the group of parameters that has as many; and powers of two."""
+    sizes = {2**power: f"2^{power}" for power in range(16, 19 if tiny else 27, 2)}
+    for strategy, factor in () if tiny else MESSAGE_SHAPES:
+        shape = build_config(strategy, factor, MODEL_VOCAB_SIZE)
+        sizes[count_block_params(shape)] = f"{strategy} {factor} block"
+        sizes[shape.vocab_size * shape.dim] = f"{strategy} {factor} embedding, head"
+    return dict(sorted(sizes.items()))
+
+
+def time_calls(call: Callable[[], object], world: World) -> list[float]:
+    """Seconds of a call, in each window."""
+
+    def window(num_calls: int) -> float:
+        started = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - started) / num_calls
+
+    window(1)  # makes the connections
+    [slowest_s] = world.max_host([window(2)])  # ranks must make equally many calls
+    num_calls = max(1, min(200, int(WINDOW_S / slowest_s)))
+    return [window(num_calls) for _ in range(NUM_WINDOWS)]
+
+
+def time_collective(name: str, dtype: torch.dtype, numel: int, world: World) -> dict[str, Any]:
+    """Fields of a ``Link:`` record; ``numel`` counts the elements of all ranks together."""
+    local = torch.zeros(numel // world.size, dtype=dtype, device=world.device)
+    whole = local.repeat(world.size)
+    if name == "all_gather":
+        seconds = time_calls(lambda: dist.all_gather_into_tensor(whole, local), world)
+    else:
+        seconds = time_calls(lambda: dist.reduce_scatter_tensor(local, whole), world)
+    median_s, num_bytes = statistics.median(seconds), whole.numel() * whole.itemsize
+    return {
+        "collective": name, "dtype": str(dtype).removeprefix("torch."), "bytes": num_bytes,
+        "median_s": median_s, "lowest_s": min(seconds), "highest_s": max(seconds),
+        "bus_gb_per_s": (1 - 1 / world.size) * num_bytes / median_s / 1e9,
+    }  # fmt: skip
+
+
+def measure(log: LogWriter, tiny: bool) -> None:
+    """Time every collective on all ranks that torchrun started; rank 0 writes the log."""
+    # FSDP gathers in the compute dtype and reduces in fp32 (distributed.shard).
+    kinds = (("all_gather", torch.bfloat16), ("reduce_scatter", torch.float32),
+             ("reduce_scatter", torch.bfloat16))  # fmt: skip
+    with sharded_world(replicas=1) as world:
+        if is_first := world.rank == 0:
+            log.record("Run", {
+                "schema": SCHEMA_VERSION, "script": "bench_links.py", "method": METHOD_VERSION,
+                "num_windows": NUM_WINDOWS, "tiny": tiny, "world_size": world.size,
+                "device": device_name(world.device), "nccl_environment": nccl_environment(),
+                "versions": versions(), **source_version(),
+            })  # fmt: skip
+        for numel, group in message_sizes(tiny).items():
+            for name, dtype in kinds:
+                result = time_collective(name, dtype, numel, world)
+                if is_first:
+                    log.record("Link", {"group": group, **result})
+        if is_first:
+            log.record("End", {"status": "completed"})
+
+
+def plan(config: BenchConfig) -> dict[str, tuple[dict[str, str], list[str]]]:
+    """Name of each log -> (environment, script and flags), in order."""
+    jobs: dict[str, tuple[dict[str, str], list[str]]] = {}
+    for name, environment in TRANSPORTS.items():
+        command = ["benchmarks/bench_links.py", *["--tiny"] * config.tiny, "--measure", name]
+        command += ["--output-dir", os.path.relpath(config.output_dir, REPOSITORY)]
+        jobs[f"bandwidth {name}"] = environment, command
+    shapes = (("all", 1),) if config.tiny else SHAPES
+    more = TINY_FLAGS if config.tiny else ""
+    alone = {"WORLD_SIZE": str(NUM_RANKS)}
+    for name, environment in {"simulated": alone, **TRANSPORTS}.items():
+        script = "benchmarks/simulated_train.py" if name == "simulated" else "train_fsdp.py"
+        few = config.tiny or "sockets" in name
+        windows = WINDOW_STEPS_SOCKETS if few else WINDOW_STEPS
+        for (strategy, factor), window in zip(shapes, windows, strict=False):
+            flags = f"--scaling-strategy {strategy} --scaling-factor {factor} --no-digest {more}"
+            flags += f" --logging-frequency {window} --training-steps {4 * window}"
+            jobs[f"{name} {strategy} {factor}"] = environment, [script, *flags.split()]
+    return {name.replace(" ", "_"): job for name, job in jobs.items()}
+
+
+def run_job(environment: dict[str, str], command: list[str], log: Path) -> None:
+    """Make one log, unless it is complete."""
+    if log.exists() and read_run(log).status in ("completed", "out_of_memory"):
+        return
+    log.unlink(missing_ok=True)
+    launch = [sys.executable]
+    if "WORLD_SIZE" not in environment:
+        launch += ["-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc-per-node", str(NUM_RANKS)]
+    if "--measure" not in command:
+        command = [*command, "--log-file", os.path.relpath(log, REPOSITORY)]
+    started, where = time.monotonic(), os.environ | environment
+    done = subprocess.run([*launch, *command], cwd=REPOSITORY, env=where, stdout=subprocess.DEVNULL)
+    seconds = time.monotonic() - started
+    print(f"{log.stem}: {seconds:.0f} s, status {done.returncode}", file=sys.stderr)
+
+
+def main(config: BenchConfig) -> None:
+    """Make all logs that time allows; or, as one of the ranks, time the collectives."""
+    folder = config.output_dir
+    if config.measure:
+        log = LogWriter(folder / f"bandwidth_{config.measure}.out".replace(" ", "_"))
+        measure(log, config.tiny)
+        return
+    if not config.tiny and torch.cuda.device_count() < NUM_RANKS:
+        refuse("this benchmark needs two GPUs; --tiny runs it on a CPU")
+    started = time.monotonic()
+    for name, (environment, command) in plan(config).items():
+        if config.only in name and time.monotonic() - started < 60 * config.max_minutes:
+            run_job(environment, command, folder / f"{name}.out")
+
+
+if __name__ == "__main__":
+    main(parse_flags(BenchConfig))

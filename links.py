@@ -1,0 +1,171 @@
+"""What does communication cost a step of FSDP: as a model, for two GPUs that can be measured.
+
+And for hundreds that cannot. A collective of S bytes over n ranks takes a latency and (n-1)/n·S ÷
+bandwidth (a ring: Thakur, Rabenseifner and Gropp 2005, section 4); fitted at two ranks. A step
+follows the schedule of FSDP2 (Zhao et al. 2023, sections 3.3 and 4.3; torch's
+_fsdp_param_group.py): see `step_s`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model_config import ScalingStrategy, TransformerConfig, count_block_params
+
+# Name -> environment that makes NCCL take it, between two GPUs of one host.
+TRANSPORTS: dict[str, dict[str, str]] = {
+    "NVLink": {},
+    "shared memory": {"NCCL_P2P_DISABLE": "1"},
+    "sockets on loopback": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+}
+SHAPES: tuple[tuple[ScalingStrategy, int], ...] = (
+    ("all", 2), ("all", 6), ("all", 10), ("n_layers", 1),
+)  # fmt: skip
+MESSAGE_SHAPES: tuple[tuple[ScalingStrategy, int], ...] = (*SHAPES, ("all", 8))
+# bf16 parameters are gathered, fp32 gradients are reduced (distributed.shard).
+GATHERED_BYTES, REDUCED_BYTES = 2, 4
+# A bf16 step of AdamW: the norm reads the gradient; the update reads it, the parameter and two
+# moments, and writes three of them. The memory's rate is that of an H200's datasheet.
+UPDATE_BYTES, MEMORY_BYTES_PER_S = 16, 4.8e12
+# What each further rank of a ring adds, in a node and between nodes: NCCL's own estimate for its
+# Simple protocol (hwLatencies in its src/graph/tuning.cc).
+HOP_S, NODE_HOP_S = 3.4e-6, 14e-6
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a collective: a latency, and a time for each byte of the whole tensor."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of one collective of so many bytes, all ranks' parts together."""
+        return self.latency_s + num_bytes * self.s_per_byte
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Bus bandwidth of a line that was fitted at two ranks, (n-1)/n of its bytes a second."""
+        return (1 - 1 / 2) / self.s_per_byte
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that FSDP gathers and reduces at once, and their FLOPs for one token."""
+
+    num_params: int
+    flops: float
+
+
+def transport_of(record: Mapping[str, Any]) -> str:
+    """The transport of a ``Run:`` record; "" where the other rank did not exist."""
+    if record["script"] == "simulated_train.py":
+        return ""
+    switches = {"NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"}
+    own = {k: v for k, v in record["nccl_environment"].items() if k in switches}
+    return next(name for name, environment in TRANSPORTS.items() if environment == own)
+
+
+def fit_line(links: Iterable[Mapping[str, Any]]) -> Line:
+    """The line through ``Link:`` records of one collective that errs least, in relative terms.
+
+    Weighted least squares, the weights 1 ÷ seconds²; a latency below 0 is taken for 0.
+    """
+    points = [(link["bytes"], link["median_s"], link["median_s"] ** -2) for link in links]
+    total = sum(w for _, _, w in points)
+    mean_x = sum(w * x for x, _, w in points) / total
+    mean_t = sum(w * t for _, t, w in points) / total
+    slope = sum(w * (x - mean_x) * t for x, t, w in points)
+    slope /= sum(w * (x - mean_x) ** 2 for x, _, w in points)
+    return Line(max(0.0, mean_t - slope * mean_x), slope)
+
+
+def groups_of(config: TransformerConfig, sequence_length: int) -> list[Group]:
+    """The groups that `distributed.shard` makes, in order; FLOPs as in `flops_per_token`."""
+    ends, block = config.vocab_size * config.dim, count_block_params(config)
+    attention = 12 * config.n_heads * config.head_size * sequence_length
+    head = ends + config.dim
+    blocks = [Group(block, 6 * block + attention)] * config.n_layers
+    return [Group(ends, 0), *blocks, Group(head, 6 * head)]
+
+
+def update_s(groups: Iterable[Group], shards: int) -> float:
+    """Seconds of the optimizer, which the memory's rate bounds."""
+    return UPDATE_BYTES * sum(g.num_params for g in groups) / shards / MEMORY_BYTES_PER_S
+
+
+def step_s(
+    groups: list[Group],
+    compute_s: float,
+    *,
+    gather: Line,
+    scatter: Line,
+    all_reduce: Line | None = None,
+) -> float:
+    """Seconds of forward and backward that take ``compute_s`` where nothing travels.
+
+    Each group computes for its share of the FLOPs, a third of it forward. An all-gather begins when
+    the computation of the group before it does, forward and backward; the embedding's comes before
+    all else, and the head, which comes last, stays gathered. A reduce-scatter begins after its
+    group's backward. The two share a communicator: one runs after the other, as they are issued. An
+    all-reduce over replicas follows its reduce-scatter, on a link of its own. What outlasts the
+    computation is exposed.
+    """
+    flops = sum(group.flops for group in groups)
+    forward_s = [compute_s / 3 * group.flops / flops for group in groups]
+    gather_s = [gather.seconds(GATHERED_BYTES * group.num_params) for group in groups]
+    clock = gather_s[0] + sum(map(max, forward_s, [*gather_s[1:], 0.0]))
+    link_free = gathered = reduced = replicated = clock
+    for i in reversed(range(len(groups))):
+        begin = max(clock, gathered)
+        if i > 0:
+            link_free = gathered = max(link_free, begin) + gather_s[i - 1]
+        clock = begin + 2 * forward_s[i]
+        num_bytes = REDUCED_BYTES * groups[i].num_params
+        link_free = reduced = max(link_free, clock) + scatter.seconds(num_bytes)
+        if all_reduce is not None:
+            replicated = max(replicated, reduced) + all_reduce.seconds(num_bytes)
+    return max(reduced, replicated)
+
+
+def ring(measured: Line, *, gpus: int, nodes: int, link_bytes_per_s: float) -> Line:
+    """An all-gather or a reduce-scatter over more GPUs, from the line of two in a node.
+
+    Each byte enters a node once, through the links of all its GPUs: they bound the bandwidth where
+    NVLink does not. Latency grows with the hops of the ring, of which nodes - 1 leave a node.
+    """
+    bus_bytes_per_s = measured.bus_bytes_per_s
+    if nodes > 1:
+        bus_bytes_per_s = min(bus_bytes_per_s, gpus // nodes * link_bytes_per_s)
+    hops_s = (gpus - 1 - nodes) * HOP_S + (nodes - 1) * NODE_HOP_S  # the first hop was measured
+    return Line(measured.latency_s + hops_s, (1 - 1 / gpus) / bus_bytes_per_s)
+
+
+def projected_step_s(
+    groups: list[Group],
+    compute_s: float,
+    lines: tuple[Line, Line],
+    *,
+    gpus: int,
+    gpus_per_node: int,
+    link_bytes_per_s: float,
+    replicate: bool,
+) -> float:
+    """Seconds of a step on many GPUs: FSDP over all, or in each node with replicas across nodes.
+
+    ``lines``: all-gather and reduce-scatter of two GPUs in a node. Replicas all-reduce the shards
+    of each GPU of a node over its own link, in a ring of nodes: twice (M-1)/M of their bytes.
+    """
+    nodes = max(1, gpus // gpus_per_node)
+    shards = gpus // nodes if replicate else gpus
+    ring_nodes = 1 if replicate else nodes
+    gather, scatter = (
+        ring(line, gpus=shards, nodes=ring_nodes, link_bytes_per_s=link_bytes_per_s)
+        for line in lines
+    )
+    all_reduce = None
+    if replicate and nodes > 1:
+        latency_s = lines[1].latency_s + 2 * (nodes - 1) * NODE_HOP_S
+        all_reduce = Line(latency_s, 2 * (1 - 1 / nodes) / shards / link_bytes_per_s)
+    step = step_s(groups, compute_s, gather=gather, scatter=scatter, all_reduce=all_reduce)
+    return step + update_s(groups, shards)
