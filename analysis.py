@@ -244,7 +244,8 @@ def _largest(run: RunLog, name: str) -> float | None:
 
 def find_logs(folder: Path) -> list[Path]:
     """Every job log (``*.out``, ``*.log``) in a folder and the folders in it, in order."""
-    return sorted(path for path in folder.rglob("*") if path.suffix in (".out", ".log"))
+    found = (path for path in folder.rglob("*") if path.suffix in (".out", ".log"))
+    return sorted(path for path in found if path.is_file())  # reading a pipe would not end
 
 
 def load_runs(folder: Path) -> tuple[list[RunLog], list[tuple[Path, str]]]:

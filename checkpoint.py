@@ -10,10 +10,12 @@ pickles, which can run code when they are read. The storage classes here write b
 nothing is ever unpickled from a checkpoint.
 """
 
+import fcntl
 import itertools
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import sys
@@ -36,6 +38,7 @@ from utils import DTYPES
 
 INDEX_NAME = "checkpoint.json"
 PARTIAL = ".partial"
+LOCK_NAME = "writer.lock"
 NUM_THREADS = 8  # that read or write: each computes checksums at about 1 GB/s
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -128,6 +131,32 @@ def load(
     """
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.load(tensors, storage_reader=_Reader(checkpoint), planner=planner, process_group=group)
+
+
+def lock_folder(parent: Path) -> None:
+    """Make a folder for checkpoints, and keep other runs out of it until rank 0 has ended.
+
+    Raises ValueError, naming the other, where one saves there. Where a file system has no locks
+    the run goes on without.
+    """
+    if not _is_first_rank():
+        return
+    path = parent / LOCK_NAME
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # closing it would unlock
+        # Not flock: data workers, which are forks, would hold on to it when we are killed.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        job = f" (job {os.environ['SLURM_JOB_ID']})" if "SLURM_JOB_ID" in os.environ else ""
+        os.write(descriptor, f"process {os.getpid()} on {platform.node()}{job}".encode())
+    except BlockingIOError:
+        raise ValueError(
+            f"{parent} is in use by {path.read_text()}; wait for its end, or give another "
+            "--checkpoint-dir"
+        ) from None
+    except OSError:
+        pass
 
 
 def remove_partial(parent: Path) -> None:
@@ -347,8 +376,12 @@ def _read_all(parent: Path) -> list[Checkpoint]:
 
 def warn(message: str) -> None:
     """Say something on standard error, once per job."""
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first_rank():
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def reason_of(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from breakdown import Interval, seconds_by_kind
+from checkpoint import lock_folder
 from distributed import (
     EXIT_STATUS,
     SLOW_PHASE_S,
@@ -157,7 +158,12 @@ def _without_folders(word: str) -> str:
 
 @contextlib.contextmanager
 def running_job(config: TrainConfig, inputs: Inputs, world: World) -> Iterator[Job]:
-    """Watch over a run: a failure of any rank ends them all, with one ``End:`` record."""
+    """Watch over a run: a failure of any rank ends them all, with one ``End:`` record.
+
+    Raises ValueError where another run saves in its --checkpoint-dir.
+    """
+    if config.checkpoint_dir is not None:
+        lock_folder(config.checkpoint_dir)
     job = Job(config, inputs, world)
     job.watch.start()
     try:

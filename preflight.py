@@ -62,4 +62,10 @@ def refuse(message: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    first, *rest = sys.argv[1:] or [""]
+    if first == "--help":
+        print(__doc__)
+    elif first.isdecimal():
+        main(int(first), rest)
+    else:
+        refuse(f"NUM_GPUS must be a whole number, not '{first}' (see --help)")

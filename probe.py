@@ -5,6 +5,7 @@ steps, under a memory limit if asked, and reads how it went from the log of that
 world size it is rank 0 of a simulated world that trains as train_fsdp.py does.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -32,6 +33,7 @@ REPOSITORY = Path(__file__).resolve().parent
 MEMORY_SIGNALS = (-signal.SIGKILL, -signal.SIGABRT, -signal.SIGBUS)
 # What the kernel and file mappings may take beside a process's data: the bound stays below.
 HOST_RESERVE = 0.05
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,15 @@ class Outcome:
 
 
 def run_probe(probe: Probe) -> Outcome:
-    """Try it in a fresh process. Raises RuntimeError where that fails for another reason."""
+    """Try it in a fresh process. Raises RuntimeError where that fails for another reason.
+
+    Called from the main thread: the process is killed when the thread that started it ends.
+    """
     started = time.perf_counter()
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     with tempfile.NamedTemporaryFile("w+", suffix=".out") as log:
         done = subprocess.run(
-            [sys.executable, "-c", "import probe; probe.main()"],
+            [sys.executable, "-c", f"import probe; probe.main({os.getpid()})"],
             input=json.dumps(asdict(probe), default=str),
             stdout=log,
             stderr=subprocess.PIPE,
@@ -94,8 +99,9 @@ def run_probe(probe: Probe) -> Outcome:
     raise RuntimeError(f"the probe failed with status {done.returncode}: {said}")
 
 
-def main() -> None:
+def main(parent_pid: int) -> None:
     """The fresh process: read a probe from standard input, and carry it out."""
+    die_with_parent(parent_pid)
     probe = Probe(**json.load(sys.stdin))
     config = probe.config()
     inputs = open_inputs(config)
@@ -113,6 +119,13 @@ def main() -> None:
             train(model, job)
         else:
             job.write_end("completed")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, be it by kill -9 (prctl(2))."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before
+        sys.exit("the process that asked for this probe has ended")
 
 
 def limit_memory(limit_bytes: int, device: torch.device) -> None:

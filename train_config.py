@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from checkpoint import Checkpoint, find_checkpoints
+from checkpoint import Checkpoint, find_checkpoints, lock_folder
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
 from memory import Setup, describe, predict
@@ -205,9 +205,11 @@ def open_inputs(config: TrainConfig) -> Inputs:
     compute = config.compute_dtype or ("bf16" if torch.cuda.is_available() else "fp32")
     cost = flops_per_token(shape, config.sequence_length)
     inputs = Inputs(corpus, tokenizer, shape, DTYPES[compute], global_batch, cost)
-    resumable = find_checkpoints(
-        config.checkpoint_dir, config.resume, run_identity(config, inputs), config.training_steps
-    )
+    folder = config.checkpoint_dir
+    if folder is not None and folder.is_dir() and not config.dry_run:
+        lock_folder(folder)  # before it is read; a new one is made when nothing was refused
+    identity = run_identity(config, inputs)
+    resumable = find_checkpoints(folder, config.resume, identity, config.training_steps)
     return replace(inputs, resumable=resumable)
 
 

@@ -5,6 +5,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+[[ ${1:-} != --help ]] || {
+  sed -n '1d; s/^# \{0,1\}//p; /^set /q' sbatch_files/submit.sh
+  exit
+}
 launcher=sbatch_files/${1:-}.sh
 grep -qs '^#SBATCH' "$launcher" || {
   names=$(grep -l '^#SBATCH' sbatch_files/*.sh | xargs -n 1 basename --suffix=.sh | xargs)

@@ -11,6 +11,8 @@
 #                                 one of its own, because a finished point is not run again
 #     --print                     show what would be run
 #     --local --max-minutes M     run it here, one point after the other, for at most M minutes
+# Exit status: 0 done or submitted; 1 a point failed; 2 bad input; 3 the minutes are over before all
+# points are done.
 # With Slurm a point is a job that waits for the one before it to end well (afterok): the rest of a
 # line falls away with the first that does not. Jobs of one point each fit between others and
 # need little time (SBATCH_TIMELIMIT, SBATCH_ACCOUNT and SBATCH_PARTITION are honoured).
@@ -27,6 +29,10 @@ strategies=all factors='' gpus=1 no_fsdp=yes batch_sizes=1 gpus_per_node=4 folde
 mode=slurm print='' max_minutes=''
 while (($#)) && [[ $1 != -- ]]; do
   case $1 in
+    --help)
+      sed -n '1d; s/^# \{0,1\}//p; /^set /q' sbatch_files/submit_scaling.sh
+      exit
+      ;;
     --print) print=yes ;;
     --local) mode=local ;;
     --strategies | --factors | --gpus | --no-fsdp | --batch-sizes | --gpus-per-node | --folder | \
@@ -100,16 +106,19 @@ run_point() { # line strategy factor batch
 
 run_here() {
   local left=$((max_minutes * 60 - SECONDS))
-  ((left > 0)) || {
-    echo "$max_minutes minutes are over; the same command goes on from here"
-    exit "$failed"
-  }
+  ((left > 0)) || out_of_time
   rm -f "$log"
   timeout --kill-after=60 "$left" "${command[@]}" >/dev/null || :
   status=$(status_of "$log")
   echo "$name: ${status:-failed before the first line of its log}"
-  [[ $status == completed || $status == out_of_memory || $SECONDS -ge $((max_minutes * 60)) ]] ||
-    failed=1
+  [[ $status != completed && $status != out_of_memory ]] || return 0
+  ((SECONDS < max_minutes * 60)) || out_of_time
+  failed=1
+}
+
+out_of_time() {
+  echo "$max_minutes minutes are over; the same command goes on from here"
+  exit $((failed ? failed : 3))
 }
 
 failed=0 at_hand=''

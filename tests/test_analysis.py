@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -201,6 +202,8 @@ def test_unusable_logs_are_named_with_the_reason(write: Write) -> None:
         path.touch()
     path = good.parent / "notes.txt"
     path.write_text("not looked at")
+    os.mkfifo(good.parent / "pipe.out")  # reading it would not end
+    (good.parent / "folder.out").mkdir()
     assert len(find_logs(good.parents[2])) == 6
     runs, unusable = load_runs(good.parents[2])
     assert [run.path for run in runs] == [good]

@@ -1,6 +1,7 @@
 """Does a run that was stopped, killed or moved to other ranks go on as if nothing had happened?"""
 
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -182,7 +183,7 @@ def test_ranks_save_though_their_launcher_is_gone(
 def test_newest_checkpoints_are_kept_and_recorded(preempted: Path) -> None:
     names = [path.name for path in list_steps(preempted / "saved")]
     assert names == ["step-00000020", "step-00000016", "step-00000012"]
-    assert sorted(os.listdir(preempted / "saved")) == names[::-1]
+    assert sorted(os.listdir(preempted / "saved")) == [*names[::-1], checkpoint.LOCK_NAME]
     saves = read_run(preempted / "job.out").checkpoints
     assert [save["step"] for save in saves][-3:] == [12, 16, 20]
     num_bytes = sum(path.stat().st_size for path in (preempted / "saved" / names[0]).iterdir())
@@ -440,6 +441,7 @@ def test_save_that_fails_costs_no_training(tmp_path: Path, undisturbed: Path) ->
     flags = f"--batch-size 4 --training-steps 4 --checkpoint-dir {tmp_path / 'saved'}"
     process = start(tmp_path, 0, f"{flags} --checkpoint-every 3")
     assert wait_for((tmp_path / "job.out").exists, process)
+    (tmp_path / "saved").rename(tmp_path / "moved")
     (tmp_path / "saved").touch()
     code, err = finish(process)
     assert code == 0 and len(err.splitlines()) == 2, err
@@ -447,6 +449,33 @@ def test_save_that_fails_costs_no_training(tmp_path: Path, undisturbed: Path) ->
     log = read_run(tmp_path / "job.out")
     assert log.status == "completed" and log.checkpoints == []
     assert trace_of(log) == trace_of(read_run(undisturbed / "job.out"))[:4]
+
+
+def test_one_run_at_a_time_saves_in_a_folder(tmp_path: Path) -> None:
+    """The second is refused before it writes anything; a killed one is in nobody's way."""
+    flags = f"--batch-size 4 --checkpoint-dir {tmp_path / 'saved'} --training-steps"
+    first = start(tmp_path / "first", 0, f"{flags} 100000")
+    try:
+        assert wait_for(lambda: last_step(tmp_path / "first") >= 2, first)
+        code, err = finish(start(tmp_path / "second", 0, f"{flags} 4"))
+    finally:
+        first.kill()  # not its data workers, which notice later
+    assert code == 2 and len(err.splitlines()) == 1, err
+    assert f"{tmp_path / 'saved'} is in use by process {first.pid} on " in err
+    assert not (tmp_path / "second" / "job.out").exists()
+    run(tmp_path / "third", 0, f"{flags} 4")
+    assert read_run(tmp_path / "third" / "job.out").status == "completed"
+    finish(first)
+
+
+def test_a_folder_that_cannot_be_locked_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(checkpoint.fcntl, "lockf", refuse)
+    checkpoint.lock_folder(tmp_path / "saved")
 
 
 def test_one_checkpoint_by_name(saved: Path, undisturbed: Path, tmp_path: Path) -> None:

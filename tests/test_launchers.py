@@ -55,6 +55,7 @@ PYTHON = r"""#!/bin/bash
 [[ $* != *cuda.device_count* ]] || { echo 1; exit; }
 [[ $1 != -c ]] || exec "$FAKE_REAL_PYTHON" "$@"
 echo "$*" >>"$FAKE/python"
+sleep "$FAKE_SLEEP"
 log='' factor='' batch=''
 while (($#)); do
   case $1 in
@@ -86,6 +87,7 @@ class Bench:
         self.environment = os.environ | {
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "FAKE": str(folder),
             "FAKE_HELP": "", "FAKE_WAIT": "", "FAKE_STATUS": "0", "FAKE_STEP": "0",
+            "FAKE_SLEEP": "0",
             "FAKE_REQUEUE": "1", "FAKE_REAL_PYTHON": sys.executable,
             "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "test",
             "SLURM_JOB_NODELIST": "nid001", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
@@ -284,11 +286,30 @@ def test_preflight_refuses_what_will_not_do() -> None:
     done = subprocess.run([*command, "0", "train.py", "--batch-size", "0"], **options)
     assert done.returncode == 2 and "torch 2." in done.stdout
     assert done.stderr == "train.py: error: --batch-size must be at least 1, not 0 (see --help)\n"
+    for words in ([], ["four"]):
+        done = subprocess.run([*command, *words], **options)
+        assert done.returncode == 2 and done.stdout == "", done.stdout
+        assert done.stderr.startswith("preflight.py: error: NUM_GPUS") and "--help" in done.stderr
 
 
-def scaling(bench: Bench, *flags: str) -> list[str]:
+def test_help_is_printed() -> None:
+    commands = {
+        "python preflight.py NUM_GPUS [SCRIPT FLAGS...]": [sys.executable, "preflight.py"],
+        "sbatch_files/submit.sh NAME": ["sbatch_files/submit.sh"],
+        "--max-minutes M ": ["sbatch_files/submit_scaling.sh", "--factors", "1"],
+    }
+    for usage, command in commands.items():
+        done = subprocess.run(
+            [*command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        assert usage in done.stdout and len(done.stdout.splitlines()) > 2, done.stdout
+        assert "#" not in done.stdout and "set -" not in done.stdout, done.stdout
+
+
+def scaling(bench: Bench, *flags: str, **changes: str) -> list[str]:
     command = ["bash", "sbatch_files/submit_scaling.sh", "--folder", str(bench.folder), *flags]
-    environment = bench.environment | {"FSDP_VENV": str(bench.folder / "venv")}
+    environment = bench.environment | {"FSDP_VENV": str(bench.folder / "venv")} | changes
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=True
     ).stdout.splitlines()
@@ -353,3 +374,14 @@ def test_scaling_here_stops_at_out_of_memory_and_goes_on(bench: Bench) -> None:
     assert len((bench.folder / "python").read_text().splitlines()) == 13
     record = json.loads(unfinished.read_text().splitlines()[-1].removeprefix("End: "))
     assert record == {"status": "completed"}
+
+
+@pytest.mark.parametrize("seconds_gone", ["60", "57"])
+def test_scaling_here_says_when_its_minutes_are_over(bench: Bench, seconds_gone: str) -> None:
+    """Before a point, or in the middle of the only one. (bash counts on from a given SECONDS.)"""
+    grid = "--local --max-minutes 1 --factors 1".split()
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        scaling(bench, *grid, SECONDS=seconds_gone, FAKE_SLEEP="30")
+    assert caught.value.returncode == 3
+    assert caught.value.stdout.splitlines()[-1].startswith("1 minutes are over; ")
+    assert "completed" in scaling(bench, *grid)[0], "the same command goes on"

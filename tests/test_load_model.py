@@ -1,7 +1,9 @@
 """The search for the largest model: few probes, right answers, bounds, refusals, real training."""
 
+import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -201,6 +203,47 @@ def test_a_probe_that_is_killed_does_not_fit(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(probe.subprocess, "run", lambda *words, **named: killed)
     outcome = run_probe(Probe("load", {}))
     assert not outcome.fits and "SIGKILL" in outcome.reason
+
+
+def test_a_probe_ends_with_its_search() -> None:
+    """kill -9 of the search, while the probe is stopped and could never end by itself."""
+    words = [sys.executable, "load_model_no_fsdp.py", *TINY, "--low", "2", "--high", "2"]
+    search = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+    children = Path(f"/proc/{search.pid}/task/{search.pid}/children")
+    deadline = time.monotonic() + 300
+    pid = 0
+    try:
+        while not pid or "Run: {" not in Path(f"/proc/{pid}/fd/1").read_text():
+            assert search.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+            # Others than the probe ask git and the processor's name.
+            pid = next((int(p) for p in children.read_text().split() if is_probe(int(p))), 0)
+        os.kill(pid, signal.SIGSTOP)
+        search.kill()
+        search.wait()
+        deadline = time.monotonic() + 60
+        while is_probe(pid):
+            assert time.monotonic() < deadline, "the probe outlived its search"
+            time.sleep(0.05)
+    finally:
+        search.kill()
+        if is_probe(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_probe(pid: int) -> bool:
+    """Whether a process is a probe that lives (what has ended has no command line)."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return b"import probe" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def test_a_probe_whose_search_ended_first_does_not_begin() -> None:
+    command = [sys.executable, "-c", "import probe; probe.main(1)"]
+    done = subprocess.run(
+        command, cwd=ROOT, input="no probe", capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "has ended" in done.stderr
 
 
 CGROUPS = {
