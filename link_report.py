@@ -8,12 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib import pyplot as plt
 
 import links
 from analysis import markdown_table
