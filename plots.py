@@ -217,17 +217,15 @@ def draw_all(lines: Sequence[Line], runs: Sequence[RunLog], folder: Path) -> Non
         save(draw_breakdown(runs), folder / "breakdown")
     if not lines:
         return
-    for name in LABELS:
-        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
-        draw_panel(figure, figure.add_gridspec(1, 1)[0], name, lines)
-        finish(figure, lines, READINGS.get(name, READING))
-        save(figure, folder / name)
-    figure = plt.figure(figsize=(12, 8.4), layout="constrained")
-    grid = figure.add_gridspec(2, 2)
-    for number, name in enumerate(FOUR):
-        draw_panel(figure, grid[number], name, lines)
-    finish(figure, lines, READING)
-    save(figure, folder / "training_metrics_comparison")
+    alone = {name: (name,) for name in LABELS}
+    for file, names in {**alone, "training_metrics_comparison": FOUR}.items():
+        side, size = (1, (10, 5.6)) if len(names) == 1 else (2, (12, 8.4))
+        figure = plt.figure(figsize=size, layout="constrained")
+        grid = figure.add_gridspec(side, side)
+        for number, name in enumerate(names):
+            draw_panel(figure, grid[number], name, lines)
+        finish(figure, lines, READINGS.get(file, READING))
+        save(figure, folder / file)
 
 
 def draw_panel(figure: Figure, spec: SubplotSpec, name: str, lines: Sequence[Line]) -> None:

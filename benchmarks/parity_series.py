@@ -162,10 +162,8 @@ class Run:
     def _start_next(self) -> None:
         command = [*self.commands.pop(0), "--log-file", _seen_from_root(self.unfinished_log)]
         # In a session of its own: Ctrl-C on the terminal reaches it once, through us.
-        self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, env=log_environment(),
-            start_new_session=True,
-        )  # fmt: skip
+        self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL,
+                                        env=log_environment(), start_new_session=True)  # fmt: skip
 
     def goes_on(self) -> bool:
         """Whether it is not over; starts its next command where one is due."""

@@ -1,5 +1,6 @@
 """Does the series make each run once, several at a time, and leave nothing half done?"""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -7,7 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import parity_series
+import pytest
+
+from cli import parse_flags
 from run_log import read_run
+from train_config import FSDPTrainConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW_S = 400
@@ -58,6 +64,22 @@ def start(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=SLOW_S)
     return process.returncode, out, err
+
+
+def test_every_run_takes_the_same_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags that the scripts accept, before an hour of GPUs is spent on them."""
+    for group in itertools.chain(*parity_series.SERIES.values()):
+        for run in parity_series.runs_of(group, ROOT / "logs"):
+            for command in run.commands:
+                script = next(word for word in command if word.startswith("train"))
+                ranks = (
+                    command[command.index("--nproc-per-node") + 1] if script != "train.py" else 1
+                )
+                monkeypatch.setenv("WORLD_SIZE", str(ranks))
+                monkeypatch.setattr(sys, "argv", command[command.index(script) :])
+                config = parse_flags(TrainConfig if script == "train.py" else FSDPTrainConfig)
+                assert int(ranks) * config.batch_size * config.grad_accumulation_steps == 8
+            assert config.training_steps == 30, "the last part of a resumed run"
 
 
 def test_series_with_a_failed_and_a_resumed_run(tmp_path: Path) -> None:
