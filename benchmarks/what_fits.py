@@ -112,7 +112,7 @@ def run_job(job: Job, folder: Path) -> None:
         return
     log.unlink(missing_ok=True)
     started = time.monotonic()
-    if job.world_size > 1:
+    if job.world_size > 1 or job.search.low == job.search.high:  # no search: no script of its own
         with contextlib.redirect_stdout(sys.stderr):
             Search(replace(job.search, log_file=log), job.world_size).run()
     else:
