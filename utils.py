@@ -127,14 +127,16 @@ def nccl_environment() -> dict[str, str]:
 def source_version() -> dict[str, Any]:
     """Commit of this code and whether the tree differs from it.
 
-    From git, else from ``FSDP_COMMIT`` (set where the code travels without its history).
+    From ``FSDP_COMMIT`` where that is set (the code travelled without its history), else from git.
     """
+    if commit := os.environ.get("FSDP_COMMIT"):
+        return {"commit": commit, "dirty": None}
     here = Path(__file__).resolve().parent
     try:
         commit = _git(here, "rev-parse", "HEAD")
         return {"commit": commit, "dirty": bool(_git(here, "status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
-        return {"commit": os.environ.get("FSDP_COMMIT", "unknown"), "dirty": None}
+        return {"commit": "unknown", "dirty": None}
 
 
 def _git(folder: Path, *arguments: str) -> str:
