@@ -7,6 +7,7 @@ moments of a step, since gradients grow while activations go. The formulas follo
 step.py and FSDP2's sources (torch/distributed/fsdp/_fully_shard); constants are named below.
 """
 
+import bisect
 import math
 import sys
 from collections.abc import Callable
@@ -282,6 +283,14 @@ def largest_factor(fits: Callable[[int], bool]) -> int:
     while fits(factor + 1):
         factor += 1
     return factor
+
+
+def largest_batch(setup: Setup, available: int) -> int:
+    """Most rows of a micro-batch for which the device has the memory, 0 where one is too many."""
+    rows = range(1, 2**16)
+    return bisect.bisect_right(
+        rows, available, key=lambda batch: predict(replace(setup, batch_size=batch)).total
+    )
 
 
 def describe(memory: Memory) -> dict[str, str]:

@@ -17,7 +17,7 @@ import torch
 from checkpoint import Checkpoint, find_checkpoints, lock_folder
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
-from memory import Setup, describe, predict
+from memory import Setup, describe, largest_batch, predict
 from model import (
     ActivationCheckpointing,
     ScalingStrategy,
@@ -275,7 +275,7 @@ def memory_setup(config: TrainConfig, inputs: Inputs, num_ranks: int | None = No
 
 def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
     """Parameters, FLOPs and tokens of a step, and the memory that it needs per rank, as text."""
-    shape = inputs.model_config
+    shape, setup = inputs.model_config, memory_setup(config, inputs)
     rows = {
         "model": f"{config.scaling_strategy} {config.scaling_factor}",
         "dim × layers × heads": f"{shape.dim} × {shape.n_layers} × {shape.n_heads}",
@@ -288,6 +288,9 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
         "tokens per step": f"{inputs.global_batch * config.sequence_length:,}",
         "documents": f"{inputs.corpus.num_documents:,}",
         "": "predicted, per rank",
-        **describe(predict(memory_setup(config, inputs))),
+        **describe(predict(setup)),
     }
+    if torch.cuda.is_available():
+        available = torch.cuda.get_device_properties(0).total_memory
+        rows["largest batch size on an empty GPU"] = str(largest_batch(setup, available))
     return "\n".join(f"{name:<44}{value:>20}" for name, value in rows.items())

@@ -5,7 +5,8 @@
 #     --factors 1,2,4             default: 1,2,4,6,8,9,10,12 and on to 24; n_layers: 1 to 24
 #     --gpus 1,4,8                numbers of GPUs to train on with FSDP (default: 1; none: no)
 #     --no-fsdp yes|no            also on one GPU without FSDP (default: yes)
-#     --batch-sizes 1,2,4         per GPU, up to the first that is out of memory (default: 1)
+#     --batch-sizes 1,2,4         per GPU, up to the first that is out of memory (default: 1); last may
+#                                 come `largest`, with --local: the largest that should fit
 #     --gpus-per-node 4           with Slurm
 #     --folder FOLDER             of the logs (default: logs/scaling); a series with other flags needs
 #                                 one of its own, because a finished point is not run again
@@ -48,7 +49,7 @@ while (($#)) && [[ $1 != -- ]]; do
 done
 shift $(($# > 0))
 extra=("$@")
-for list in "$factors" "$batch_sizes" "${gpus/none/}"; do
+for list in "$factors" "${batch_sizes%,largest}" "${gpus/none/}"; do
   [[ $list =~ ^([1-9][0-9]*(,[1-9][0-9]*)*)?$ ]] || refuse "not a list of whole numbers: $list"
 done
 for number in "$gpus_per_node" "${max_minutes:-1}"; do
@@ -60,6 +61,7 @@ for number in ${gpus//[!0-9]/ }; do
   [[ $mode == local || $number -le $gpus_per_node || $((number % gpus_per_node)) == 0 ]] ||
     refuse "$number GPUs do not fill nodes of $gpus_per_node"
 done
+[[ $mode == local || $batch_sizes != *largest ]] || refuse "--batch-sizes largest needs --local"
 [[ $mode == slurm || -n $max_minutes ]] || refuse "--local needs --max-minutes"
 [[ -x $python ]] || refuse "no $python: make env"
 
@@ -104,6 +106,14 @@ run_point() { # line strategy factor batch
   fi
 }
 
+# What the memory model says of the GPU at hand; nothing where there is none.
+largest_batch() { # line strategy factor
+  local script=train_fsdp.py ranks=$1
+  [[ $1 != no_fsdp ]] || script=train.py ranks=1
+  WORLD_SIZE=$ranks "$python" "$script" --scaling-strategy "$2" --scaling-factor "$3" \
+    --sequence-length 4096 "${extra[@]}" --dry-run | sed -n 's/^largest batch size .* //p'
+}
+
 run_here() {
   local left=$((max_minutes * 60 - SECONDS))
   ((left > 0)) || out_of_time
@@ -142,6 +152,10 @@ for strategy in ${strategies//,/ }; do
       after=$before is_first=yes
       for batch in ${batch_sizes//,/ }; do
         job=''
+        if [[ $batch == largest ]]; then
+          batch=$(largest_batch "$line" "$strategy" "$factor")
+          ((${batch:-0} > 1)) || continue # one row was run already
+        fi
         run_point "$line" "$strategy" "$factor" "$batch"
         [[ -z $is_first ]] || before=$job first_status=$status
         [[ $status == completed || $status == submitted ]] || break

@@ -54,6 +54,7 @@ esac
 PYTHON = r"""#!/bin/bash
 [[ $* != *cuda.device_count* ]] || { echo 1; exit; }
 [[ $1 != -c ]] || exec "$FAKE_REAL_PYTHON" "$@"
+[[ $* != *--dry-run ]] || { echo "largest batch size on an empty GPU $FAKE_LARGEST"; exit; }
 echo "$*" >>"$FAKE/python"
 sleep "$FAKE_SLEEP"
 log='' factor='' batch=''
@@ -374,6 +375,17 @@ def test_scaling_here_stops_at_out_of_memory_and_goes_on(bench: Bench) -> None:
     assert len((bench.folder / "python").read_text().splitlines()) == 13
     record = json.loads(unfinished.read_text().splitlines()[-1].removeprefix("End: "))
     assert record == {"status": "completed"}
+
+
+def test_scaling_here_takes_the_largest_batch_that_should_fit(bench: Bench) -> None:
+    grid = "--local --max-minutes 1 --factors 1,2 --gpus 1 --batch-sizes 1,largest".split()
+    for largest, batches in (("3", "1 3"), ("1", "1")):
+        lines = scaling(bench, *grid, "--folder", str(bench.folder / largest), FAKE_LARGEST=largest)
+        wanted = [f"all_1_batch_{batch}_gpus_1_fsdp: completed" for batch in batches.split()]
+        assert [line for line in lines if "all_1" in line and "_no_" not in line] == wanted
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        scaling(bench, "--print", "--batch-sizes", "1,largest")
+    assert "largest needs --local" in caught.value.stderr
 
 
 @pytest.mark.parametrize("seconds_gone", ["60", "57"])

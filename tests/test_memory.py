@@ -334,3 +334,16 @@ def test_table_where_nothing_fits_and_bad_input() -> None:
         command = [sys.executable, "memory.py", "--gpu-memory-gib", *flags.split()]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    setup = Setup(build_config("all", 8, 131_072), 4096, fsdp=True, shards=2)
+    for available_gib in (40, 139.8):
+        available = int(available_gib * GIB)
+        batch = memory.largest_batch(setup, available)
+        fits = [
+            memory.predict(dataclasses.replace(setup, batch_size=rows)).total <= available
+            for rows in (batch, batch + 1)
+        ]
+        assert batch >= 1 and fits == [True, False]
+    assert memory.largest_batch(setup, GIB) == 0
