@@ -306,16 +306,3 @@ def pool(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _join(values: pd.Series) -> str:
     return ", ".join(dict.fromkeys(values.dropna()))
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; columns are aligned right where every cell of theirs begins with a digit."""
-    columns = zip(*rows, strict=True)
-    rules = ["--:" if all(cell[:1].isdigit() for cell in column) else "---" for column in columns]
-    lines = [header, rules, *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def format_number(value: float | None, form: str) -> str:
-    """The number as text; n/a where there is none."""
-    return "n/a" if value is None or np.isnan(value) else format(value, form)

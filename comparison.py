@@ -12,33 +12,27 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import SKIP_STEPS, format_number, load_published, markdown_table, table
+import study
+from analysis import SKIP_STEPS, load_published, table
 from breakdown import KINDS, shares_of_step
 from run_log import RunLog
-from study import (
-    OUT_OF_MEMORY,
-    configuration_of,
-    drawn_points,
-    profiled_runs,
-    quiet_step_s,
-    rows_of,
-    settings_of,
-)
+from tables import as_text, markdown_table, told
 
 ORIGINAL = Path(__file__).resolve().parent / "data" / "original.csv"
 # How the original ran; our runs at another batch or length are compared with none of its.
 SAME = {"batch_size": 1, "grad_accumulation_steps": 1, "sequence_length": 4096,
         "activation_checkpointing": "none"}  # fmt: skip
+FIGURES = "plots/published/h200"
 PUBLISHED_MFU_LOG = "loss_ablation_fsdp/lsai-454149.out"
 
 
 def read_original() -> list[Any]:
     """A row per configuration and size; repeats are averaged and counted (n)."""
     frame = pd.read_csv(ORIGINAL)
-    frame["status"] = frame["status"].where(frame["status"] == OUT_OF_MEMORY, "trained")
+    frame["status"] = frame["status"].where(frame["status"] == study.OUT_OF_MEMORY, "trained")
     keys = ["strategy", "factor", "num_parameters", "fsdp", "gpus", "nodes", "status"]
     groups = frame.groupby(keys, dropna=False, sort=False)
-    return rows_of(groups.agg(
+    return study.rows_of(groups.agg(
         n=("log", "size"), speed=("tokens_per_s", "mean"), mfu_pct=("mfu_pct_from_config", "mean"),
     ).reset_index())  # fmt: skip
 
@@ -48,12 +42,12 @@ def read_ours(runs: Sequence[RunLog]) -> list[Any]:
 
     Raises ValueError where two of our configurations answer to one row.
     """
-    points: Any = drawn_points(table(runs), "from-config")[0]
+    points: Any = study.drawn_points(table(runs), "from-config")[0]
     rows = [
         row
-        for row in rows_of(points.assign(speed=points["tokens_per_s"]))
+        for row in study.rows_of(points.assign(speed=points["tokens_per_s"]))
         if all(getattr(row, field) == value for field, value in SAME.items())
-        and not settings_of(row).get("cpu_offload")
+        and not study.settings_of(row).get("cpu_offload")
     ]
     keys = [_key(row) for row in rows]
     if twice := {key for key in keys if keys.count(key) > 1}:
@@ -83,61 +77,43 @@ def comparison_table(original: Sequence[Any], ours: Sequence[Any]) -> str:
         ratio = our.speed / theirs.speed if theirs and our else math.nan
         cells.append([
             f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
-            "yes" if row.fsdp else "no", *_cells(theirs), *_cells(our), format_number(ratio, ".2f"),
+            "yes" if row.fsdp else "no", *_cells(theirs), *_cells(our), as_text(ratio, ".2f"),
         ])  # fmt: skip
     header = (
-        "model | parameters | FSDP | original: GPUs | tokens/s per GPU | MFU (%) | ours: GPUs |"
-        " tokens/s per GPU | MFU (%) | ours ÷ original"
+        "model | parameters | FSDP | original: GPUs | tokens/s per GPU | MFU (%) | ours: GPUs"
+        " | tokens/s per GPU | MFU (%) | ours ÷ original"
     )
-    return markdown_table([name.strip() for name in header.split("|")], cells)
+    return markdown_table(header, cells)
 
 
 def _cells(row: Any) -> list[str]:
     if row is None:
         return ["–", "not run", "–"]
     repeats = f" (n={row.n})" if row.n > 1 else ""
-    if row.status == OUT_OF_MEMORY:
+    if row.status == study.OUT_OF_MEMORY:
         return [f"{row.gpus}{repeats}", "out of memory", "–"]
-    return [f"{row.gpus}{repeats}", f"{row.speed:,.0f}", format_number(row.mfu_pct, ".2f")]
+    return [f"{row.gpus}{repeats}", f"{row.speed:,.0f}", as_text(row.mfu_pct, ".2f")]
 
 
 def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
     """What the two tables say, in sentences whose numbers are computed."""
     frame = pd.read_csv(ORIGINAL).set_index("log")
-    published: Any = frame.loc[PUBLISHED_MFU_LOG]
     sharded = frame[frame["fsdp"] & frame["mfu_pct_as_logged"].notna()]
     wrong = sharded["mfu_pct_from_config"] / sharded["mfu_pct_as_logged"]
-    lines = [
-        f"**MFU.** The FSDP run published with an MFU of {published.mfu_pct_as_logged} % has"
-        f" {published.mfu_pct_from_config} %: its FLOPs per token counted one rank's shard. All"
-        f" {len(wrong)} FSDP runs were too low, by {wrong.min():.2f} to {wrong.max():.2f} times."
-    ]
-    reached, failed = _largest(original, fsdp=True), _smallest_failure(original)
-    own = {fsdp: _largest(ours, fsdp=fsdp) for fsdp in (False, True)}
-    text = (
-        f"**The wall.** With FSDP the original trained up to `all` {reached.factor} and ran out of"
-        f" memory from `all` {failed.factor} on, with everything offloaded and on more GPUs too:"
-        " what remains are activations, which more GPUs do not shrink."
-    )
-    if own[False] and own[True]:
-        text += (
-            f" One GPU here, with nothing offloaded, trains up to `all` {own[False].factor} without"
-            f" FSDP and up to `all` {own[True].factor} with it."
-        )
-    lines.append(text)
+    lines = [told("scaling: MFU", published=frame.loc[PUBLISHED_MFU_LOG], num_wrong=len(wrong),
+                  low=wrong.min(), high=wrong.max())]  # fmt: skip
+    failed = [row for row in original if row.fsdp and row.status == study.OUT_OF_MEMORY]
+    failed = min(failed, key=lambda row: row.num_parameters)
+    wall = told("scaling: wall", reached=_largest(original, fsdp=True), failed=failed)
+    single, sharded = (_largest(ours, fsdp=fsdp) for fsdp in (False, True))
+    if single and sharded:
+        wall += " " + told("scaling: our wall", single=single, sharded=sharded)
+    lines.append(wall)
     theirs, mine = (_costs(rows, gpus) for rows, gpus in ((original, 2), (ours, 1)))
     if theirs and mine:
-        lines.append(
-            f"**What FSDP costs.** On two GPUs, all offloaded, it left {_span(theirs)} % of the"
-            f" tokens/s of one GPU without it; on one GPU here, with nothing offloaded,"
-            f" {_span(mine)} %."
-        )
+        lines.append(told("scaling: costs", theirs=_span(theirs), mine=_span(mine)))
     if gaps := _memory_gaps(ours):
-        lines.append(
-            "**What one GPU gains from FSDP.** No memory of its own: one rank shards nothing. At"
-            f" the sizes that train both ways its peak differs by {min(gaps):+.1f} to"
-            f" {max(gaps):+.1f} GiB. What the original gained on few GPUs was offloading."
-        )
+        lines.append(told("scaling: memory", low=min(gaps), high=max(gaps)))
     return lines
 
 
@@ -147,11 +123,6 @@ def _trained(rows: Sequence[Any], *, fsdp: bool) -> list[Any]:
 
 def _largest(rows: Sequence[Any], *, fsdp: bool) -> Any:
     return max(_trained(rows, fsdp=fsdp), key=lambda row: row.factor, default=None)
-
-
-def _smallest_failure(rows: Sequence[Any]) -> Any:
-    failed = [row for row in rows if row.fsdp and row.status == OUT_OF_MEMORY]
-    return min(failed, key=lambda row: row.num_parameters)
 
 
 def _costs(rows: Sequence[Any], gpus: int) -> list[float]:
@@ -174,18 +145,18 @@ def _memory_gaps(rows: Sequence[Any]) -> list[float]:
 
 def breakdown_table(runs: Sequence[RunLog]) -> str:
     """Where the time of a step goes, a row per profiled run; empty without any."""
-    rows = profiled_runs(runs)
+    rows = study.profiled_runs(runs)
     cells = []
     for row, run in rows:
         record = run.breakdowns[-1]
-        shares = shares_of_step(record, quiet_step_s(run))
+        shares = shares_of_step(record, study.quiet_step_s(run))
         cells.append([
-            f"`{row.strategy}` {row.factor}", configuration_of(row), str(row.batch_size),
+            f"`{row.strategy}` {row.factor}", study.configuration_of(row), str(row.batch_size),
             *(f"{100 * share:.1f}" for share in shares.values()),
             f"{record['num_kernels_per_step']:,.0f}", Path(row.log).name,
         ])  # fmt: skip
-    header = ["model", "run", "batch", *(f"{kind} (%)" for kind in KINDS), "kernels", "log"]
-    return markdown_table(header, cells) if cells else ""
+    shares = " | ".join(f"{kind} (%)" for kind in KINDS)
+    return markdown_table(f"model | run | batch | {shares} | kernels | log", cells) if cells else ""
 
 
 def scaling_section(published: Path) -> str:
@@ -199,24 +170,10 @@ def scaling_section(published: Path) -> str:
     original, ours = read_original(), read_ours(runs)
     devices = sorted({f"{row.device}, torch {row.torch_version}" for row in ours})
     counted = pd.read_csv(ORIGINAL)["training_tokens_pct"]
-    figure = "plots/published/h200"
-    parts = [
-        "### What does it cost?",
-        "![Speed, training tokens, MFU and TFLOPs against model size]"
-        f"({figure}/training_metrics_comparison.png)",
-        f"{'; '.join(devices)}, against the original on GH200. Batch 1, sequence 4096, bf16; means"
-        f" over the logged steps after step {SKIP_STEPS} (original: after step 1, of rows of one"
-        f" padded document, {_span(counted)} % of whose positions are training tokens). All runs:"
-        f" [results.md]({figure}/results.md); the original's, whose logs are not public:"
-        " [original.csv](data/original.csv).",
-        comparison_table(original, ours),
-        "\n".join(f"- {line}" for line in findings(original, ours)),
-    ]
+    words = told("scaling", figures=FIGURES, devices="; ".join(devices), counted=_span(counted),
+                 skip_steps=SKIP_STEPS)  # fmt: skip
+    found = "\n".join(f"- {line}" for line in findings(original, ours))
+    parts = [words, comparison_table(original, ours), found]
     if shares := breakdown_table(runs):
-        parts += [
-            "Where the time of a step goes (kernels from a profile of some steps, idle from the"
-            " time of the others):",
-            f"![Shares of a step]({figure}/breakdown.png)",
-            shares,
-        ]
+        parts += [told("scaling: breakdown", figures=FIGURES), shares]
     return "\n\n".join(parts)

@@ -10,14 +10,7 @@ from typing import Any, get_args
 import seaborn as sns
 from matplotlib import pyplot as plt
 
-from memory import (
-    GIB,
-    MODEL_VOCAB_SIZE,
-    ActivationCheckpointing,
-    FitConfig,
-    largest_of,
-    setup_of,
-)
+from memory import GIB, MODEL_VOCAB_SIZE, ActivationCheckpointing, FitConfig, largest_of, setup_of
 from model_config import build_config, count_params
 from run_log import RunLog, read_run
 

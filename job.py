@@ -13,31 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd import DeviceType
 
+import utils
 from breakdown import Interval, seconds_by_kind
 from checkpoint import lock_folder
-from distributed import (
-    EXIT_STATUS,
-    SLOW_PHASE_S,
-    Failure,
-    Watch,
-    World,
-    describe_failure,
-)
+from distributed import EXIT_STATUS, SLOW_PHASE_S, Failure, Watch, World, describe_failure
 from hardware import peak_tflops
 from model import count_params
 from run_log import SCHEMA_VERSION, LogWriter, StepRecord
 from train_config import Inputs, TrainConfig
-from utils import (
-    TORCH_IMPORTED_AT,
-    compilations,
-    device_memory_gib,
-    device_name,
-    nccl_environment,
-    peak_memory_gib,
-    relative_path,
-    source_version,
-    versions,
-)
 
 # Flags that hold a path.
 _PATHS = "log_file profile_dir dataset tokenizer_name_or_path checkpoint_dir resume".split()
@@ -73,7 +56,7 @@ class Job:
 
     def write_end(self, status: str, reason: str = "") -> None:
         """Write the ``End:`` record (rank 0) with the peak memory of all ranks."""
-        peak_gib, reserved_gib = self.world.max_host(peak_memory_gib(self.world.device))
+        peak_gib, reserved_gib = self.world.max_host(utils.peak_memory_gib(self.world.device))
         if self.world.rank:
             return
         fields = self._end_fields(status, reason)
@@ -94,7 +77,7 @@ class Job:
     def _end_fields(self, status: str, reason: str) -> dict[str, Any]:
         seconds = {name: round(value, 3) for name, value in self.seconds.items()}
         seconds["total"] = round(time.perf_counter() - self._started, 3)
-        _, num_graphs = compilations()
+        _, num_graphs = utils.compilations()
         return {
             "status": status,
             "reason": reason,
@@ -107,7 +90,7 @@ class Job:
 
 def peak_of(config: TrainConfig, world: World) -> float | None:
     """Dense bf16 peak in TFLOP/s that MFU is held against: the flag, else by device name."""
-    return config.peak_tflops or peak_tflops(device_name(world.device))
+    return config.peak_tflops or peak_tflops(utils.device_name(world.device))
 
 
 def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str, Any]:
@@ -122,12 +105,12 @@ def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str,
         "argv": [_without_folders(word) for word in sys.argv[1:]],
         "config": settings,
         "fsdp": config.fsdp,
-        **source_version(),
-        "versions": versions(),
-        "nccl_environment": nccl_environment(),
-        "device": device_name(world.device),
+        **utils.source_version(),
+        "versions": utils.versions(),
+        "nccl_environment": utils.nccl_environment(),
+        "device": utils.device_name(world.device),
         "device_type": world.device.type,
-        "device_memory_gib": device_memory_gib(world.device),
+        "device_memory_gib": utils.device_memory_gib(world.device),
         "compute_dtype": str(inputs.compute_dtype).removeprefix("torch."),
         "peak_tflops": peak_of(config, world),
         "world_size": world.size,
@@ -153,7 +136,7 @@ def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str,
 def _without_folders(word: str) -> str:
     """A flag, or its value, without the folders of this machine."""
     flag, equals, value = word.rpartition("=")
-    return f"{flag}{equals}{relative_path(value)}" if Path(value).is_absolute() else word
+    return f"{flag}{equals}{utils.relative_path(value)}" if Path(value).is_absolute() else word
 
 
 @contextlib.contextmanager
@@ -206,7 +189,7 @@ class Meter:
         # Reading these waits for the GPU: every step so far has ended when the clock is read.
         [loss_total] = world.sum_host([loss_sum.item()])
         peak_gib, reserved_gib, minus_bad = world.max_host(
-            [*peak_memory_gib(world.device), -first_bad_step.item()]
+            [*utils.peak_memory_gib(world.device), -first_bad_step.item()]
         )
         now = time.perf_counter()
         step_s = (now - self._clock) / self._num_steps
@@ -230,8 +213,8 @@ class Meter:
         if world.rank == 0:
             job.log.step(record)
         if step == (job.resumed_from_step or 0) + 1:
-            job.seconds["until first step"] = now - TORCH_IMPORTED_AT
-            job.seconds["compile"], job.num_graphs_at_first_step = compilations()
+            job.seconds["until first step"] = now - utils.TORCH_IMPORTED_AT
+            job.seconds["compile"], job.num_graphs_at_first_step = utils.compilations()
         # The CPU runs ahead of the GPU and waits at log steps: for all steps in between.
         self.patience_s = max(
             job.config.collective_timeout_s, 5 * step_s * job.config.logging_frequency

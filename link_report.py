@@ -12,9 +12,9 @@ import seaborn as sns
 from matplotlib import pyplot as plt
 
 import links
-from analysis import markdown_table
 from model_config import TransformerConfig
 from run_log import RunLog, read_run
+from tables import told_tables
 
 FIGURE = "plots/published/links.png"  # as seen from README.md
 PROJECTED = (("all", 10), ("n_layers", 1))
@@ -24,25 +24,11 @@ WAYS = tuple(product(LINKS_GB_PER_S, (False, True)))  # with replicas or without
 GATHER, SCATTER = ("all_gather", "bfloat16"), ("reduce_scatter", "float32")
 COLLECTIVES = (GATHER, SCATTER, ("reduce_scatter", "bfloat16"))
 MESSAGES = ("all 2 block", "all 10 block", "n_layers 1 block", "n_layers 1 embedding, head")
-BANDWIDTH_HEAD = (
-    "transport | collective | dtype | latency (µs) | line (GB/s) | its error (%) | "
-    + " | ".join(f"{name} (GB/s)" for name in MESSAGES)
-)
-BANDWIDTH_TEXT = (
-    "{device}, torch {versions[torch]}, NCCL {versions[nccl]}: collectives of two GPUs, medians of"
-    " {num_windows} windows. The bus bandwidth, (n − 1)/n × bytes ÷ seconds, is that of a line"
-    " through messages of all sizes (with its median error), and of four that FSDP sends. Sockets"
-    " on loopback stand in for a slow network."
-)
+BANDWIDTH_HEAD = "transport | collective | dtype | latency (µs) | line (GB/s) | its error (%) | "
+BANDWIDTH_HEAD += " | ".join(f"{name} (GB/s)" for name in MESSAGES)
 STEP_HEAD = (
     "model | transport | tokens/s per GPU | step (ms) | spread (%) | without communication (ms)"
     " | exposed (%) | predicted (ms) | error (%) | log"
-)
-STEP_TEXT = (
-    "`train_fsdp.py` on the two GPUs, its defaults, one row each: median of three windows after the"
-    " warm-up. Without communication: the same with a second rank that does not exist. Exposed: the"
-    " part of the step that comes on top. Predicted: from the two, by the schedule of FSDP2"
-    " (`links.py`)."
 )
 Shape = tuple[str, int]
 
@@ -147,18 +133,14 @@ def replicate_from(found: Links, shape: Shape, gb_per_s: float) -> int | None:
     return best
 
 
-def verdict(found: Links) -> str:
-    """From which number of GPUs to replicate, in one sentence."""
+def starts(found: Links) -> str:
+    """From which number of GPUs to replicate, by model and link, in words."""
     told = []
     for shape in found.projectable:
-        starts = [(link, replicate_from(found, shape, link)) for link in LINKS_GB_PER_S]
-        words = (f"{f'{n} GPUs' if n else 'none'} at {link:g} GB/s" for link, n in starts)
+        fewest = [(link, replicate_from(found, shape, link)) for link in LINKS_GB_PER_S]
+        words = (f"{f'{n} GPUs' if n else 'none'} at {link:g} GB/s" for link, n in fewest)
         told.append(f"`{shape[0]}` {shape[1]}, {', '.join(words)}")
-    return (
-        f"**Projected to {GPUS[-1]} GPUs, {GPUS_PER_NODE} in a node: one replica in each node"
-        " (`--replicas`) is faster than FSDP over all from this many GPUs on, by the bandwidth"
-        f" between nodes for each GPU: {'; '.join(told)}.**\n\n![Projected speed]({FIGURE})"
-    )
+    return "; ".join(told)
 
 
 def link_section(folder: Path) -> str:
@@ -173,16 +155,13 @@ def link_section(folder: Path) -> str:
     ]  # fmt: skip
     kinds = [f"{link:g} GB/s, {'replicas' if r else 'FSDP'}" for link, r in WAYS]
     what = found.bandwidth[ran[0][0]].run or {} if ran else {}
-    tables = (
-        (BANDWIDTH_TEXT, BANDWIDTH_HEAD, [bandwidth_row(found, *of) for of in ran]),
-        (STEP_TEXT, STEP_HEAD, [step_row(found, *of) for of in stepped]),
-        (verdict(found), " | ".join(["model", "GPUs", *kinds]), projected),
-    )
-    return "\n\n".join(
-        f"{text.format(**what)}\n\n{markdown_table(head.split(' | '), rows)}"
-        for text, head, rows in tables
-        if rows
-    )
+    tables = {
+        "links: collectives": (BANDWIDTH_HEAD, [bandwidth_row(found, *of) for of in ran]),
+        "links: steps": (STEP_HEAD, [step_row(found, *of) for of in stepped]),
+        "links: projected": (" | ".join(["model", "GPUs", *kinds]), projected),
+    }
+    return told_tables(tables, most=GPUS[-1], gpus_per_node=GPUS_PER_NODE, starts=starts(found),
+                       figure=FIGURE, **what)  # fmt: skip
 
 
 def plot_projection(folder: Path, path: Path) -> None:

@@ -18,20 +18,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+import parity
 from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, mean_metrics
 from cli import parse_flags, refuse
-from parity import (
-    FACTOR,
-    MIN_MOVED_SHARE,
-    OTHER_FIELDS,
-    PARITY_FIELDS,
-    Comparison,
-    compare,
-    field_of,
-    label_of,
-    largest,
-    worst,
-)
 from run_log import RunLog, read_run
 
 MFU_TOLERANCE = 0.02
@@ -70,7 +59,7 @@ def main(config: AblationConfig) -> int:
     for run, expected in (*((run, True) for run in fsdp), *((run, False) for run in references)):
         if run.run is not None and run.run.get("fsdp", expected) != expected:
             raise ValueError(f"{run.path} was trained with{'out' * expected} FSDP: wrong flag?")
-    comparison = compare(fsdp, references)
+    comparison = parity.compare(fsdp, references)
     if not comparison.losses and not comparison.mismatches:
         raise ValueError(comparison.reason)
     for section in (describe_runs, describe_losses, describe_metrics, describe_rest):
@@ -82,22 +71,26 @@ def main(config: AblationConfig) -> int:
             print(f"Figure: {path}")
         except OSError as error:  # the verdict stands without its picture
             print(f"no figure: {path}: {error.strerror}", file=sys.stderr)
-    weak = comparison.moved_share is not None and comparison.moved_share < MIN_MOVED_SHARE
+    weak = comparison.moved_share is not None and comparison.moved_share < parity.MIN_MOVED_SHARE
     proviso = " (of the weights it proves little: few of them moved)" if weak else ""
     print(f"Verdict: {comparison.verdict.upper()}: {comparison.reason}{proviso}")
     return comparison.exit_status
 
 
-def describe_runs(fsdp: Runs, references: Runs, comparison: Comparison) -> Iterator[str]:
+def describe_runs(fsdp: Runs, references: Runs, comparison: parity.Comparison) -> Iterator[str]:
     """Both sides' Run records side by side; what forbids to compare them is marked."""
     yield "=== Compared Runs ==="
     rows = [("log", [[run.path.name for run in side] for side in (fsdp, references)], "")]
-    for place in f"{OTHER_FIELDS} {PARITY_FIELDS}".split():
-        values = [[field_of(run, place) for run in side] for side in (fsdp, references)]
+    for place in f"{parity.OTHER_FIELDS} {parity.PARITY_FIELDS}".split():
+        values = [[parity.field_of(run, place) for run in side] for side in (fsdp, references)]
         known = {str(value) for side in values for value in side if value is not None}
-        mark = "  <-- must not differ" if place in PARITY_FIELDS.split() and len(known) > 1 else ""
+        mark = (
+            "  <-- must not differ"
+            if place in parity.PARITY_FIELDS.split() and len(known) > 1
+            else ""
+        )
         if known and (place != "model" or mark):
-            rows.append((label_of(place), values, mark))
+            rows.append((parity.label_of(place), values, mark))
     for label, sides, mark in (("", [["FSDP"], ["NO FSDP"]], ""), *rows):
         texts = [", ".join(dict.fromkeys("-" if v is None else str(v) for v in s)) for s in sides]
         yield f"{label:<26}{texts[0]:<42} {texts[1]}{mark}"
@@ -110,13 +103,13 @@ def describe_runs(fsdp: Runs, references: Runs, comparison: Comparison) -> Itera
             )
 
 
-def describe_losses(fsdp: Runs, references: Runs, comparison: Comparison) -> Iterator[str]:
+def describe_losses(fsdp: Runs, references: Runs, comparison: parity.Comparison) -> Iterator[str]:
     """The common step at which the losses differ most."""
     yield "=== Max Loss Difference ==="
     if not comparison.losses:
         yield "no step in common"
         return
-    gap = largest(comparison.losses)
+    gap = parity.largest(comparison.losses)
     form = f".{max(4, comparison.decimals)}f"
     yield f"Step: {gap.step}"
     yield f"Log FSDP Loss: {gap.fsdp:{form}}"
@@ -124,7 +117,7 @@ def describe_losses(fsdp: Runs, references: Runs, comparison: Comparison) -> Ite
     yield f"Absolute Difference: {gap.difference:{form}}"
 
 
-def describe_metrics(fsdp: Runs, references: Runs, comparison: Comparison) -> Iterator[str]:
+def describe_metrics(fsdp: Runs, references: Runs, comparison: parity.Comparison) -> Iterator[str]:
     """Mean speed of both sides: over all logged steps, then over the common ones after warm-up."""
     yield "=== Mean Metrics ==="
     tables = {"all logged steps": {step.step for run in (*fsdp, *references) for step in run.steps}}
@@ -160,7 +153,7 @@ def _mean_metrics(runs: Runs, steps: set[int]) -> dict[str, float | None]:
     return {k: None if None in column else float(np.mean(column)) for k, column in columns.items()}
 
 
-def describe_rest(fsdp: Runs, references: Runs, comparison: Comparison) -> Iterator[str]:
+def describe_rest(fsdp: Runs, references: Runs, comparison: parity.Comparison) -> Iterator[str]:
     """Grad norms and final weights: AdamW hides a wrong gradient scale from the losses."""
     yield "=== Grad Norm and Final Weights ==="
     norms, weights = comparison.grad_norms, comparison.weights
@@ -168,7 +161,7 @@ def describe_rest(fsdp: Runs, references: Runs, comparison: Comparison) -> Itera
         if not gaps:
             yield f"{name}: not in all logs (after the same number of steps)"
     for gaps in filter(None, (norms, weights[:1], weights[1:])):
-        gap = worst(gaps)
+        gap = parity.worst(gaps)
         name = "grad norm" if gaps is norms else "weights"
         yield (
             f"{name}, {gap.where}: {gap.fsdp:.6f} against {gap.reference:.6f}, relative difference "
@@ -178,7 +171,7 @@ def describe_rest(fsdp: Runs, references: Runs, comparison: Comparison) -> Itera
         yield f"weights that moved at all: {100 * comparison.moved_share:.1f} %"
 
 
-def plot_comparison(comparison: Comparison, path: Path) -> None:
+def plot_comparison(comparison: parity.Comparison, path: Path) -> None:
     """Both loss curves, and under them their difference per step with the floor as a band."""
     gaps = comparison.losses
     steps = np.array([gap.step for gap in gaps])
@@ -201,15 +194,20 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     top.set_ylabel("Loss")
     # A log axis has no zero: such differences stand on the bottom edge; infinite ones at the top.
     seen = np.concatenate([differences[(differences > 0) & np.isfinite(differences)], floors])
-    low, high = seen.min() / 4, max(seen.max(), FACTOR * floors.max()) * 4
+    low, high = seen.min() / 4, max(seen.max(), parity.FACTOR * floors.max()) * 4
     zero, heights = differences == 0, np.clip(differences, low, high)
     bottom.fill_between(steps, low, floors, color=REFERENCE_COLOR, alpha=0.2, linewidth=0)
-    bottom.plot(steps, FACTOR * floors, "--", color=REFERENCE_COLOR, linewidth=1.2)
-    label(bottom, f"{FACTOR:g} × floor:\nthe limit", FACTOR * floors[-1], color=REFERENCE_COLOR)
+    bottom.plot(steps, parity.FACTOR * floors, "--", color=REFERENCE_COLOR, linewidth=1.2)
+    label(
+        bottom,
+        f"{parity.FACTOR:g} × floor:\nthe limit",
+        parity.FACTOR * floors[-1],
+        color=REFERENCE_COLOR,
+    )
     name = "floor:\n" + comparison.floor_name.replace(" re", "\nre")
     label(bottom, name, floors[-1], color=REFERENCE_COLOR, offset=-22)
     bottom.vlines(steps, low, heights, color=MARK_COLOR, linewidth=0.8)
-    outside = differences > FACTOR * floors
+    outside = differences > parity.FACTOR * floors
     colors = np.where(zero, "white", np.where(outside, FSDP_COLOR, MARK_COLOR))
     bottom.scatter(steps, heights, 25, colors, edgecolors=MARK_COLOR, clip_on=False, zorder=3)
     ends = f" (○ no difference: {zero.sum()} of {len(steps)} steps)" if zero.any() else ""
@@ -220,14 +218,16 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     plt.close(figure)
 
 
-def headline(comparison: Comparison) -> str:
+def headline(comparison: parity.Comparison) -> str:
     """What the figure shows, in a sentence."""
-    gap = largest(comparison.losses)
+    gap = parity.largest(comparison.losses)
     finding = f"Largest loss difference {gap.difference:.2g} at {gap.where}: "
     if comparison.verdict == "cannot tell":
         return finding + f"cannot tell\n({comparison.reason})"
-    inside = worst(comparison.losses).ratio <= FACTOR
-    finding += f"{'inside' if inside else 'outside'} {FACTOR:g} × the {comparison.floor_name}"
+    inside = parity.worst(comparison.losses).ratio <= parity.FACTOR
+    finding += (
+        f"{'inside' if inside else 'outside'} {parity.FACTOR:g} × the {comparison.floor_name}"
+    )
     return finding + ("\n(but the runs are not equal: see the grad norm and the final weights)"
                       if inside and comparison.verdict == "not equal" else "")  # fmt: skip
 

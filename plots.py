@@ -25,30 +25,12 @@ from matplotlib.gridspec import SubplotSpec
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from analysis import (
-    SKIP_STEPS,
-    SKIP_STEPS_LEGACY,
-    format_number,
-    load_runs,
-    markdown_table,
-    table,
-)
+import study
+from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, load_runs, table
 from breakdown import IDLE, KINDS, shares_of_step
 from cli import parse_flags, refuse
 from run_log import RunLog
-from study import (
-    OUT_OF_MEMORY,
-    Line,
-    configuration_of,
-    drawn_points,
-    profiled_runs,
-    quiet_step_s,
-    rows_of,
-    settings_of,
-    split_lines,
-    telling_settings,
-    variant_of,
-)
+from tables import as_text, markdown_table
 
 MARKERS, DASHES = "osD^vP<>Xh", ("-", "--", ":", "-.")
 # Settings that a caption names where all runs share them.
@@ -106,10 +88,10 @@ def main(config: PlotsConfig) -> None:
     if not runs:
         reason = f"; {unusable[0][0]}: {unusable[0][1]}" if unusable else " (*.out, *.log)"
         raise ValueError(f"no job log of a training in {config.logs}{reason}")
-    frame = study(config, runs)
-    points, left_out = drawn_points(frame, config.mfu)
+    frame = runs_table(config, runs)
+    points, left_out = study.drawn_points(frame, config.mfu)
     left_out = [*(f"{_below(path, config)}: {reason}" for path, reason in unusable), *left_out]
-    lines = split_lines(points)
+    lines = study.split_lines(points)
     config.output_dir.mkdir(parents=True, exist_ok=True)
     (config.output_dir / "results.csv").write_text(results_csv(frame), "utf-8")
     notes = [*table_notes(frame, config), *(f"left out: {line}" for line in left_out)]
@@ -134,7 +116,7 @@ def _below(path: str | Path, config: PlotsConfig) -> str:
     return Path(path).relative_to(config.logs).as_posix()
 
 
-def study(config: PlotsConfig, runs: Sequence[RunLog]) -> pd.DataFrame:
+def runs_table(config: PlotsConfig, runs: Sequence[RunLog]) -> pd.DataFrame:
     """The table of all runs, with logs named as seen from their folder."""
     frame = table(runs, skip_steps=config.skip_steps)
     return frame.assign(log=[_below(log, config) for log in frame["log"]])
@@ -153,13 +135,12 @@ def in_ranks(text: str, frame: pd.DataFrame) -> str:
 def results_table(frame: pd.DataFrame) -> str:
     """The table of runs for people, in the shape of the original's: how it ran, how it went."""
     header = (
-        "GPUs | nodes | factor | parameters | log | success | strategy | FSDP | batch × length |"
-        " dtype | checkpointing | compiled | steps averaged | tokens/s per GPU, median |"
-        " quartiles | mean | training tokens (%) | MFU (%) | MFU as logged (%) | TFLOPs |"
-        " peak GiB | device | torch | commit"
+        "GPUs | nodes | factor | parameters | log | success | strategy | FSDP | batch × length"
+        " | dtype | checkpointing | compiled | steps averaged | tokens/s per GPU, median"
+        " | quartiles | mean | training tokens (%) | MFU (%) | MFU as logged (%) | TFLOPs"
+        " | peak GiB | device | torch | commit"
     )
-    rows = [_row(row) for row in rows_of(frame)]
-    return markdown_table([name.strip() for name in in_ranks(header, frame).split("|")], rows)
+    return markdown_table(in_ranks(header, frame), [_row(row) for row in study.rows_of(frame)])
 
 
 def _row(row: Any) -> list[str]:
@@ -174,9 +155,9 @@ def _row(row: Any) -> list[str]:
         str(row.factor), f"{row.num_parameters:,}", row.log, ending, f"`{row.strategy}`",
         "yes" if row.fsdp else "no", f"{row.batch_size} × {row.sequence_length}",
         text(row.model_dtype), text(row.activation_checkpointing), text(row.compiled).lower(),
-        steps if row.num_steps else "0", format_number(row.tokens_per_s_median, ",.0f"),
-        " to ".join(format_number(value, ",.0f") for value in quartiles),
-        *(format_number(value, ",.2f") for value in (
+        steps if row.num_steps else "0", as_text(row.tokens_per_s_median, ",.0f"),
+        " to ".join(as_text(value, ",.0f") for value in quartiles),
+        *(as_text(value, ",.2f") for value in (
             row.tokens_per_s, row.training_tokens_pct, row.mfu_pct, row.mfu_pct_as_logged,
             row.tflops, row.peak_gib)),
         text(row.device), text(row.torch_version), text(row.commit),
@@ -208,7 +189,7 @@ def table_notes(frame: pd.DataFrame, config: PlotsConfig) -> list[str]:
     return notes
 
 
-def draw_all(lines: Sequence[Line], runs: Sequence[RunLog], folder: Path) -> None:
+def draw_all(lines: Sequence[study.Line], runs: Sequence[RunLog], folder: Path) -> None:
     """Draw and save every figure that has something to show."""
     looks = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
     looks |= {"grid.alpha": 0.35, "svg.hashsalt": "plots"}
@@ -228,14 +209,16 @@ def draw_all(lines: Sequence[Line], runs: Sequence[RunLog], folder: Path) -> Non
         save(figure, folder / file)
 
 
-def draw_panel(figure: Figure, spec: SubplotSpec, name: str, lines: Sequence[Line]) -> None:
+def draw_panel(figure: Figure, spec: SubplotSpec, name: str, lines: Sequence[study.Line]) -> None:
     """One metric against model size; under it a row of crosses for each line out of memory."""
-    failed = [line for line in lines if (line.points["status"] == OUT_OF_MEMORY).any()]
+    failed = [line for line in lines if (line.points["status"] == study.OUT_OF_MEMORY).any()]
     heights = [1, 0.055 * len(failed)] if failed else [1]
     axes, *strip = spec.subgridspec(len(heights), 1, height_ratios=heights, hspace=0).subplots(
         sharex=True, squeeze=False
     )[:, 0]
-    trained: list[Any] = [line.points[line.points["status"] != OUT_OF_MEMORY] for line in lines]
+    trained: list[Any] = [
+        line.points[line.points["status"] != study.OUT_OF_MEMORY] for line in lines
+    ]
     drawn = [points[points[name].notna()] for points in trained]
     for line, points in zip(lines, drawn, strict=True):
         draw_line(axes, line, points, name)
@@ -260,7 +243,7 @@ def draw_panel(figure: Figure, spec: SubplotSpec, name: str, lines: Sequence[Lin
     axes.set_title(in_ranks(LABELS[name], everything), loc="left", fontsize=13)
 
 
-def tell_lacking(axes: Axes, lines: Sequence[Line], name: str, *, is_empty: bool) -> None:
+def tell_lacking(axes: Axes, lines: Sequence[study.Line], name: str, *, is_empty: bool) -> None:
     """Say which lines have no point here (where others have), and why."""
     text = f"not drawn: {REASONS.get(name, 'not logged')}"
     if not is_empty:
@@ -272,7 +255,7 @@ def tell_lacking(axes: Axes, lines: Sequence[Line], name: str, *, is_empty: bool
               ha="center", fontsize=9.5, color="0.35")  # fmt: skip
 
 
-def draw_line(axes: Axes, line: Line, points: pd.DataFrame, name: str) -> None:
+def draw_line(axes: Axes, line: study.Line, points: pd.DataFrame, name: str) -> None:
     """Points with their spread, joined; hollow where a run was cut short, n= where repeated."""
     sizes, values = points["num_parameters"], points[name]
     spread = np.abs([values - points[f"{name}_low"], points[f"{name}_high"] - values])
@@ -282,28 +265,28 @@ def draw_line(axes: Axes, line: Line, points: pd.DataFrame, name: str) -> None:
     faces = ["white" if cut else color for cut in points["cut_short"]]
     axes.scatter(sizes, values, 46, faces, marker=marker, edgecolors=[color], linewidths=1.6,
                  zorder=3)  # fmt: skip
-    for row in rows_of(points[points["n"] > 1]):
+    for row in study.rows_of(points[points["n"] > 1]):
         axes.annotate(f"n={row.n}", (row.num_parameters, getattr(row, name)), (6, 5),
                       textcoords="offset points", fontsize=9, color=color)  # fmt: skip
 
 
-def draw_crosses(axes: Axes, line: Line, height: float) -> None:
+def draw_crosses(axes: Axes, line: study.Line, height: float) -> None:
     """The sizes at which a line's runs were out of memory, named."""
-    for row in rows_of(line.points[line.points["status"] == OUT_OF_MEMORY]):
+    for row in study.rows_of(line.points[line.points["status"] == study.OUT_OF_MEMORY]):
         at, color = (row.num_parameters, height), style(line)[0]
         axes.plot(*at, "x", color=color, markersize=8, markeredgewidth=2.2)
         axes.annotate(f"{row.strategy} {row.factor}", at, (-8, 0), fontsize=8.5, color="0.35",
                       textcoords="offset points", ha="right", va="center")  # fmt: skip
 
 
-def style(line: Line) -> tuple[Any, Any, Any]:
+def style(line: study.Line) -> tuple[Any, Any, Any]:
     """(colour, marker, dash); after ten of each they begin anew."""
     palette = sns.color_palette("colorblind")
     return (palette[line.hue % len(palette)], MARKERS[line.shape % len(MARKERS)],
             DASHES[line.shape % len(DASHES)])  # fmt: skip
 
 
-def scale_axes(axes: Axes, lines: Sequence[Line], values: pd.Series, *, is_log: bool) -> None:
+def scale_axes(axes: Axes, lines: Sequence[study.Line], values: pd.Series, *, is_log: bool) -> None:
     """Log axes where the values span decades; else the vertical one begins at 0."""
     sizes = np.unique(pd.concat([line.points["num_parameters"] for line in lines])).astype(float)
     is_log_x = sizes[-1] > 4 * sizes[0]
@@ -336,13 +319,13 @@ def size_label(size: float) -> str:
     return f"{value:.3g} {unit}".rstrip()
 
 
-def name_factors(axes: Axes, lines: Sequence[Line]) -> None:
+def name_factors(axes: Axes, lines: Sequence[study.Line]) -> None:
     """Above the axes, the factors of the strategy with the most sizes."""
     points = pd.concat([line.points for line in lines])
     sizes = points.drop_duplicates(["strategy", "num_parameters"])
     strategy = sizes["strategy"].mode()[0]
     shown, last = [], 0.0
-    for row in rows_of(sizes.sort_values("num_parameters")):
+    for row in study.rows_of(sizes.sort_values("num_parameters")):
         if row.strategy == strategy and row.num_parameters > CLOSE * last:
             shown.append((row.num_parameters, row.factor))
             last = row.num_parameters
@@ -354,7 +337,7 @@ def name_factors(axes: Axes, lines: Sequence[Line]) -> None:
     top.spines["top"].set_visible(False)
 
 
-def draw_limits(axes: Axes, lines: Sequence[Line]) -> None:
+def draw_limits(axes: Axes, lines: Sequence[study.Line]) -> None:
     """The memory of each device as a line, where the logs say how much it has."""
     points = pd.concat([line.points for line in lines])
     limits = dict(zip(points["device"], points["device_memory_gib"], strict=True))
@@ -367,7 +350,7 @@ def draw_limits(axes: Axes, lines: Sequence[Line]) -> None:
                       xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip
 
 
-def finish(figure: Figure, lines: Sequence[Line], reading: str) -> None:
+def finish(figure: Figure, lines: Sequence[study.Line], reading: str) -> None:
     """Legend (colours, then markers), and a caption of what all runs share."""
     colors = {line.configuration: style(line)[0] for line in lines}
     handles = [Line2D([], [], color=c, linewidth=4, label=name) for name, c in colors.items()]
@@ -381,7 +364,7 @@ def finish(figure: Figure, lines: Sequence[Line], reading: str) -> None:
         text = f"and {len(shapes) - MAX_VARIANTS} others: too many\nfor a figure (see results.md)"
         handles.append(Line2D([], [], linestyle="", label=text))
     points = pd.concat([line.points for line in lines])
-    marks = {"x": ("out of memory", (points["status"] == OUT_OF_MEMORY).any()),
+    marks = {"x": ("out of memory", (points["status"] == study.OUT_OF_MEMORY).any()),
              "o": ("cut short (killed, failed …)", points["cut_short"].any())}  # fmt: skip
     handles += [
         Line2D([], [], color="0.3", marker=mark, linestyle="", label=text, markerfacecolor="white",
@@ -389,10 +372,13 @@ def finish(figure: Figure, lines: Sequence[Line], reading: str) -> None:
         for mark, (text, seen) in marks.items() if seen
     ]  # fmt: skip
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
-    own = [settings_of(row) for row in rows_of(points)]
+    own = [study.settings_of(row) for row in study.rows_of(points)]
     shared = {f: {one[f] for one in own} - {None} for f in CAPTION_FIELDS}
     facts_of_all = [
-        variant_of({f: v}, [f]) for f, values in shared.items() for v in values if len(values) == 1
+        study.variant_of({f: v}, [f])
+        for f, values in shared.items()
+        for v in values
+        if len(values) == 1
     ]
     caption = textwrap.fill(
         in_ranks(". ".join(filter(None, ["; ".join(facts_of_all), reading])), points),
@@ -406,17 +392,17 @@ def finish(figure: Figure, lines: Sequence[Line], reading: str) -> None:
 
 def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
     """A bar per profiled run, of the shares of a step; beside it its kernels and its MFU."""
-    rows = profiled_runs(runs)
+    rows = study.profiled_runs(runs)
     figure, axes = plt.subplots(figsize=(10, 2.2 + 0.5 * len(rows)), layout="constrained")
     axes.set(xlim=(0, 100), xlabel="Share of a step (%)", yticks=range(len(rows)))
     axes.set_title("Where the time of a step goes", loc="left", fontsize=13)
     colors = [*sns.color_palette("colorblind", len(KINDS) - 1), "0.88"]
-    names = [configuration_of(row) for row, _ in rows]
-    own = [settings_of(row) for row, _ in rows]
-    telling = [field for field in telling_settings(own, names) if field != "strategy"]
+    names = [study.configuration_of(row) for row, _ in rows]
+    own = [study.settings_of(row) for row, _ in rows]
+    telling = [field for field in study.telling_settings(own, names) if field != "strategy"]
     labels = []
     for place, (row, run) in enumerate(rows):
-        step_s = quiet_step_s(run)
+        step_s = study.quiet_step_s(run)
         shares, left = shares_of_step(run.breakdowns[-1], step_s), 0.0
         for (kind, share), color in zip(shares.items(), colors, strict=True):
             axes.barh(place, 100 * share, 0.72, 100 * left, color=color, label=kind)
@@ -425,7 +411,11 @@ def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
                 axes.text(100 * (left + share / 2), place, f"{100 * share:.0f}", color=ink,
                           ha="center", va="center", fontsize=10)  # fmt: skip
             left += share
-        words = (f"{row.strategy} {row.factor}", names[place], variant_of(own[place], telling))
+        words = (
+            f"{row.strategy} {row.factor}",
+            names[place],
+            study.variant_of(own[place], telling),
+        )
         labels.append("\n".join(textwrap.wrap(", ".join(filter(None, words)), 34)))
         notes = [f"{run.breakdowns[-1]['num_kernels_per_step']:,.0f} kernels"]
         if step_s and not pd.isna(row.peak_tflops):

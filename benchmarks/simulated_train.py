@@ -17,15 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from distributed import launched_world_size, shard, simulated_world
-from trainer import (
-    FSDPTrainConfig,
-    Inputs,
-    build_model,
-    materialize,
-    run,
-    running_job,
-    train,
-)
+from trainer import FSDPTrainConfig, Inputs, build_model, materialize, run, running_job, train
 
 
 class OwnChunk:

@@ -27,6 +27,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "hardware": ("", ""),
     "breakdown": ("", ""),
     "links": ("model_config", ""),
+    "tables": ("", ""),
     "cli": ("", "tyro"),
     "memory": ("model_config cli", "tyro"),
     "utils": ("", "torch numpy"),
@@ -54,12 +55,15 @@ ROOMS: dict[str, tuple[str, str]] = {
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
     "fit_report": (f"{LOG_ROOMS} memory", "seaborn matplotlib"),
-    "link_report": (f"{LOG_ROOMS} links analysis", "seaborn matplotlib"),
+    "link_report": (f"{LOG_ROOMS} links tables", "seaborn matplotlib"),
     "study": (f"{LOG_ROOMS} analysis", "numpy pandas"),
-    "comparison": (f"{LOG_ROOMS} breakdown analysis study", "numpy pandas"),
-    "plots": (f"{LOG_ROOMS} breakdown cli analysis study", "numpy pandas seaborn matplotlib tyro"),
+    "comparison": (f"{LOG_ROOMS} breakdown tables analysis study", "numpy pandas"),
+    "plots": (
+        f"{LOG_ROOMS} breakdown tables cli analysis study",
+        "numpy pandas seaborn matplotlib tyro",
+    ),
     "figures": (
-        f"{LOG_ROOMS} cli memory analysis parity comparison fit_report link_report",
+        f"{LOG_ROOMS} tables cli memory analysis parity comparison fit_report link_report",
         "numpy pandas matplotlib",
     ),
 }

@@ -20,7 +20,7 @@ import plots
 from analysis import load_runs, table
 from breakdown import KINDS
 from model_config import build_config, flops_per_token
-from plots import FOUR, LABELS, PlotsConfig, main, results_csv, study
+from plots import FOUR, LABELS, PlotsConfig, main, results_csv, runs_table
 from run_log import LogWriter, StepRecord, format_step, read_run
 from study import drawn_points, quiet_step_s, split_lines
 
@@ -80,7 +80,7 @@ def lines_of(
     """Lines by (configuration, variant), and what is left out."""
     config = PlotsConfig(logs=folder)
     runs, _ = load_runs(folder)
-    points, left_out = drawn_points(study(config, runs), mfu)
+    points, left_out = drawn_points(runs_table(config, runs), mfu)
     lines = split_lines(points)
     found = {(line.configuration, line.variant): line for line in lines}
     assert len(found) == len(lines)
@@ -427,13 +427,13 @@ def test_many_logs_are_drawn_in_time(write: Write, tmp_path: Path) -> None:
 def test_published_figures_are_fresh() -> None:
     for path in (ROOT / "plots" / "published").glob("*/results.csv"):
         folder = ROOT / "logs" / "published" / path.parent.name / "scaling"
-        frame = study(PlotsConfig(logs=folder), load_runs(folder)[0])
+        frame = runs_table(PlotsConfig(logs=folder), load_runs(folder)[0])
         assert path.read_text() == results_csv(frame), "run make figures"
 
 
 def test_table_columns_hold_what_the_study_needs(write: Write, tmp_path: Path) -> None:
     write([1.0, 1.0, 5.0])
-    frame = study(PlotsConfig(logs=tmp_path / "logs"), load_runs(tmp_path / "logs")[0])
+    frame = runs_table(PlotsConfig(logs=tmp_path / "logs"), load_runs(tmp_path / "logs")[0])
     needed = (
         "strategy factor num_parameters fsdp gpus nodes batch_size compute_dtype compiled num_steps"
         " activation_checkpointing tokens_per_s tokens_per_s_median tokens_per_s_p25 mfu_pct tflops"
