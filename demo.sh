@@ -23,7 +23,7 @@ fsdp=logs/demo/fsdp.out
 mkdir -p logs/demo
 rm -f "$no_fsdp" "$fsdp" logs/demo/what_fits.out
 
-echo "== What fits? The largest model that trains within 3 GiB"
+echo "== What fits? The largest factor of \`all\` that trains within 3 GiB"
 OMP_NUM_THREADS=$num_threads python load_model_no_fsdp.py --mode train --memory-limit-gib 3 \
   --sequence-length 256 --log-file logs/demo/what_fits.out | grep -v ': {'
 
@@ -40,5 +40,10 @@ OMP_NUM_THREADS=$threads_per_rank \
 echo "== Are the losses equal?"
 python loss_ablation.py --fsdp-logs $fsdp --no-fsdp-logs $no_fsdp --output-dir plots/demo
 
-echo "== What does it cost? (Ratios mean something on GPUs only.)"
+echo "== What does it cost? (On a CPU the ranks share its cores: only GPUs tell.)"
 python plots.py --logs logs/demo --output-dir plots/demo
+python -c '
+import pandas
+table = pandas.read_csv("plots/demo/results.csv")
+names = {"log": "log", "gpus": "ranks", "tokens_per_s_median": "tokens/s per rank", "peak_gib": "peak GiB"}
+print(table[list(names)].rename(columns=names).round(2).to_string(index=False))'

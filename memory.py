@@ -299,7 +299,7 @@ def describe(memory: Memory) -> dict[str, str]:
     rows = {f"{name.replace('_', ' ')} (GiB)": getattr(memory, name) for name in kinds}
     rows |= {
         f"peak allocated, at: {memory.moment} (GiB)": memory.allocated,
-        "with fragments, context, communication (GiB)": memory.total,
+        "total, fragments and context included (GiB)": memory.total,
         "host memory per rank (GiB)": memory.host,
     }
     return {name: f"{value / GIB:.2f}" for name, value in rows.items() if value}
@@ -373,6 +373,11 @@ def main(config: FitConfig) -> None:
             row += f"  {count_params(setup.config):>17,}  {memory.allocated / GIB:>8.1f}"
             row += f"  {memory.host / GIB:>16.1f}"
         print(row)
+    print(
+        "fits: the peak, 1 % for fragments, context and communication; where fragments are fewer, "
+        "a search may find one factor more",
+        file=sys.stderr,
+    )
     if config.host_memory_gib == math.inf:
         note = "offload: as if the host's memory had no end; --host-memory-gib bounds it"
         print(note, file=sys.stderr)

@@ -1,6 +1,6 @@
 """Is this node fit for the job? Said in seconds, before anything is loaded.
 
-    python preflight.py NUM_GPUS [SCRIPT FLAGS...]
+    python preflight.py NUM_GPUS [SCRIPT [FLAGS...]]
 
 Prints one line on this node, the state of its GPUs, and what the script would train (its
 ``--dry-run``, with the memory it needs). Exit status 2 and one line when the node or a flag will
@@ -65,6 +65,8 @@ if __name__ == "__main__":
     first, *rest = sys.argv[1:] or [""]
     if first == "--help":
         print(__doc__)
+    elif rest and not os.path.isfile(rest[0]):
+        refuse(f"{rest[0]} is no script (see --help)")
     elif first.isdecimal():
         main(int(first), rest)
     else:

@@ -17,7 +17,7 @@ import torch
 from checkpoint import Checkpoint, find_checkpoints, lock_folder
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
-from memory import Setup, describe, largest_batch, predict
+from memory import GIB, Setup, describe, largest_batch, predict
 from model import (
     ActivationCheckpointing,
     ScalingStrategy,
@@ -276,21 +276,38 @@ def memory_setup(config: TrainConfig, inputs: Inputs, num_ranks: int | None = No
 def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
     """Parameters, FLOPs and tokens of a step, and the memory that it needs per rank, as text."""
     shape, setup = inputs.model_config, memory_setup(config, inputs)
+    needed, on_gpu = predict(setup), torch.cuda.is_available()
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = torch.cuda.get_device_properties(0).total_memory if on_gpu else host
+    place = "this GPU" if on_gpu else "this machine"
     rows = {
         "model": f"{config.scaling_strategy} {config.scaling_factor}",
         "dim × layers × heads": f"{shape.dim} × {shape.n_layers} × {shape.n_heads}",
         "dtype of parameters, of computation": (
             f"{config.model_dtype}, {str(inputs.compute_dtype).removeprefix('torch.')}"
         ),
+        "compiled": "yes" if config.compile else "no",
         "steps": f"{config.training_steps:,}",
         "parameters": f"{count_params(shape):,}",
         "FLOPs per token": f"{inputs.flops_per_token:,}",
         "tokens per step": f"{inputs.global_batch * config.sequence_length:,}",
         "documents": f"{inputs.corpus.num_documents:,}",
         "": "predicted, per rank",
-        **describe(predict(setup)),
+        **describe(needed),
+        f"memory of {place} (GiB)": f"{available / GIB:.2f}",
     }
-    if torch.cuda.is_available():
-        available = torch.cuda.get_device_properties(0).total_memory
-        rows["largest batch size on an empty GPU"] = str(largest_batch(setup, available))
-    return "\n".join(f"{name:<44}{value:>20}" for name, value in rows.items())
+    if on_gpu:
+        rows["largest batch size on it, when empty"] = str(largest_batch(setup, available))
+    lines = [f"{name:<46}{value:>20}" for name, value in rows.items()]
+    if not on_gpu:
+        lines.append("This is a plan for a CPU: for a GPU's add --compute-dtype bf16 --compile")
+    host_needed = needed.host * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for wanted, has, where in (
+        (needed.total, available, place),
+        (host_needed, host, "this machine"),
+    ):
+        if wanted > has:
+            lines.append(
+                f"WARNING: {wanted / GIB:.1f} GiB are more than the {has / GIB:.1f} GiB of {where}"
+            )
+    return "\n".join(lines)

@@ -287,6 +287,12 @@ def test_preflight_refuses_what_will_not_do() -> None:
     done = subprocess.run([*command, "0", "train.py", "--batch-size", "0"], **options)
     assert done.returncode == 2 and "torch 2." in done.stdout
     assert done.stderr == "train.py: error: --batch-size must be at least 1, not 0 (see --help)\n"
+    done = subprocess.run([*command, "0", "--batch-size", "1"], **options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "preflight.py: error: --batch-size is no script (see --help)\n"
+    plan = ["0", "train.py", "--scaling-factor", "99"]
+    done = subprocess.run([*command, *plan], **options)
+    assert done.returncode == 0 and "WARNING: " in done.stdout and "of this machine" in done.stdout
     for words in ([], ["four"]):
         done = subprocess.run([*command, *words], **options)
         assert done.returncode == 2 and done.stdout == "", done.stdout
@@ -295,7 +301,7 @@ def test_preflight_refuses_what_will_not_do() -> None:
 
 def test_help_is_printed() -> None:
     commands = {
-        "python preflight.py NUM_GPUS [SCRIPT FLAGS...]": [sys.executable, "preflight.py"],
+        "python preflight.py NUM_GPUS [SCRIPT [FLAGS...]]": [sys.executable, "preflight.py"],
         "sbatch_files/submit.sh NAME": ["sbatch_files/submit.sh"],
         "--max-minutes M ": ["sbatch_files/submit_scaling.sh", "--factors", "1"],
     }
