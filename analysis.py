@@ -95,6 +95,7 @@ class Metrics:
     device_memory_gib: float | None  # all that the GPU has
 
 
+_PEAKS = ("peak_gib", "peak_reserved_gib", "device_memory_gib")
 _FACTS = tuple(RunFacts.__dataclass_fields__)
 _METRICS = tuple(Metrics.__dataclass_fields__)
 _PROVENANCE = ("fsdp_source", "peak_source", "commit", "log")
@@ -120,24 +121,16 @@ def facts(run: RunLog) -> RunFacts:
         return RunFacts(
             **{name: record[name] for name in ("fsdp", "replicas", "global_batch", "device")},
             **{name: flags[name] for name in _SAME_FLAGS},
-            strategy=flags["scaling_strategy"],
-            factor=flags["scaling_factor"],
-            num_parameters=count_params(shape),
-            fsdp_source=record.get("fsdp_source", "log"),
-            gpus=record["world_size"],
-            nodes=record["num_nodes"],
-            device_type=record.get("device_type"),
-            compute_dtype=_DTYPES.get(dtype, dtype),
-            compiled=flags["compile"],
+            strategy=flags["scaling_strategy"], factor=flags["scaling_factor"],
+            num_parameters=count_params(shape), fsdp_source=record.get("fsdp_source", "log"),
+            gpus=record["world_size"], nodes=record["num_nodes"],
+            device_type=record.get("device_type"), compute_dtype=_DTYPES.get(dtype, dtype),
+            compiled=flags["compile"], peak_tflops=peak, peak_source=peak_source,
             other_flags=json.dumps({k: v for k, v in sorted(flags.items()) if k not in own}),
-            peak_tflops=peak,
-            peak_source=peak_source,
             flops_per_token=flops_per_token(shape, flags["sequence_length"]),
-            torch_version=record["versions"]["torch"],
+            torch_version=record["versions"]["torch"], status=run.status, log=run.path.as_posix(),
             commit=commit and commit + "+" * bool(record["dirty"]),
-            status=run.status,
-            log=run.path.as_posix(),
-        )
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"a record lacks a field, or has a strange one: {error}") from None
 
@@ -206,32 +199,25 @@ def mean_metrics(run: RunLog, *, skip_steps: int | None = None) -> Metrics:
         # Rounded, lest the last bit of a sum decides the last digit that is printed.
         return round(statistics.fmean(found), 6) if (found := values(name)) else None
 
-    speed, speeds = mean("tokens_per_s"), values("tokens_per_s")
-    shares = values("training_tokens_pct")
-    (p25, median, p75), (share_p25, share_median, share_p75) = (
-        np.percentile(found, (25, 50, 75)).tolist() if found else (None,) * 3
-        for found in (speeds, shares)
-    )
+    def quartiles(name: str) -> dict[str, float | None]:
+        found = values(name)
+        ends = np.percentile(found, (25, 50, 75)).tolist() if found else (None,) * 3
+        return dict(zip((f"{name}_p25", f"{name}_median", f"{name}_p75"), ends, strict=True))
+
     try:
         what = facts(run)
         flops, peak = what.flops_per_token, what.peak_tflops
     except ValueError:
         flops, peak = None, None
+    speed, numbers = mean("tokens_per_s"), [step.step for step in steps]
     tflops = speed * flops / 1e12 if speed is not None and flops else None
     return Metrics(
-        num_steps=len(steps),
-        first_step=min((step.step for step in steps), default=None),
-        last_step=max((step.step for step in steps), default=None),
-        tokens_per_s=speed, tokens_per_s_median=median,
-        tokens_per_s_p25=p25, tokens_per_s_p75=p75,
-        training_tokens_pct=mean("training_tokens_pct"),
-        training_tokens_pct_median=share_median,
-        training_tokens_pct_p25=share_p25, training_tokens_pct_p75=share_p75,
+        num_steps=len(steps), first_step=min(numbers, default=None),
+        last_step=max(numbers, default=None), tokens_per_s=speed, **quartiles("tokens_per_s"),
+        training_tokens_pct=mean("training_tokens_pct"), **quartiles("training_tokens_pct"),
         mfu_pct=100 * tflops / peak if tflops is not None and peak else None, tflops=tflops,
         mfu_pct_as_logged=mean("mfu_pct"), tflops_as_logged=mean("tflops"),
-        peak_gib=_largest(run, "peak_gib"),
-        peak_reserved_gib=_largest(run, "peak_reserved_gib"),
-        device_memory_gib=_largest(run, "device_memory_gib"),
+        **{name: _largest(run, name) for name in _PEAKS},
     )  # fmt: skip
 
 
@@ -290,18 +276,14 @@ def pool(frame: pd.DataFrame) -> pd.DataFrame:
     Runs with another status (out of memory, killed) are not pooled with completed ones.
     """
     metrics = {name: (name, "mean") for name in _METRICS}
-    largest = ("last_step", "peak_gib", "peak_reserved_gib", "device_memory_gib")
-    metrics |= {name: (name, "max") for name in largest}
+    metrics |= {name: (name, "max") for name in ("last_step", *_PEAKS)}
     metrics |= {"num_steps": ("num_steps", "sum"), "first_step": ("first_step", "min")}
     joined = {name: (name, _join) for name in _PROVENANCE}
     groups = frame.groupby(list(CONFIGURATION), dropna=False, sort=False)
     return groups.agg(
-        n=("log", "size"),
-        **metrics,
-        tokens_per_s_min=("tokens_per_s", "min"),
-        tokens_per_s_max=("tokens_per_s", "max"),
-        **joined,
-    ).reset_index()
+        n=("log", "size"), **metrics, tokens_per_s_min=("tokens_per_s", "min"),
+        tokens_per_s_max=("tokens_per_s", "max"), **joined,
+    ).reset_index()  # fmt: skip
 
 
 def _join(values: pd.Series) -> str:

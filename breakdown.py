@@ -22,16 +22,8 @@ _NAMES = {
 _PATTERNS = {kind: re.compile(names, re.IGNORECASE) for kind, names in _NAMES.items()}
 ELEMENTWISE, IDLE = "norm and elementwise", "idle"
 # From what hides to what is hidden.
-KINDS: tuple[str, ...] = (
-    "attention",
-    "loss",
-    "matmuls",
-    "optimizer",
-    ELEMENTWISE,
-    "communication",
-    "copies",
-    IDLE,
-)
+KINDS: tuple[str, ...] = ("attention", "loss", "matmuls", "optimizer", ELEMENTWISE, "communication",
+                          "copies", IDLE)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from utils import DTYPES
+from utils import DTYPES, warn
 
 INDEX_NAME = "checkpoint.json"
 PARTIAL = ".partial"
@@ -105,12 +104,9 @@ def _checksum_of(content: dict[str, Any]) -> int:
 
 
 def save(
-    tensors: dict[str, Tensor],
-    on_host: dict[str, Tensor],
-    parent: Path,
-    progress: Progress,
+    tensors: dict[str, Tensor], on_host: dict[str, Tensor], parent: Path, progress: Progress,
     group: dist.ProcessGroup | None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write a checkpoint: ``tensors`` say how they are sharded, ``on_host`` holds this rank's part.
 
     All ranks of the group call it; only ``on_host`` is read, so training may go on meanwhile.
@@ -139,7 +135,7 @@ def lock_folder(parent: Path) -> None:
     Raises ValueError, naming the other, where one saves there. Where a file system has no locks
     the run goes on without.
     """
-    if not _is_first_rank():
+    if os.environ.get("RANK", "0") != "0":
         return
     path = parent / LOCK_NAME
     try:
@@ -372,16 +368,6 @@ def _read_all(parent: Path) -> list[Checkpoint]:
         except ValueError as error:
             warn(f"skipped: {error}")
     return whole
-
-
-def warn(message: str) -> None:
-    """Say something on standard error, once per job."""
-    if _is_first_rank():
-        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def reason_of(error: BaseException) -> str:

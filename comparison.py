@@ -16,7 +16,7 @@ import study
 from analysis import SKIP_STEPS, load_published, table
 from breakdown import KINDS, shares_of_step
 from run_log import RunLog
-from tables import as_text, markdown_table, told
+from tables import as_text, told, told_tables
 
 ORIGINAL = Path(__file__).resolve().parent / "data" / "original.csv"
 # How the original ran; our runs at another batch or length are compared with none of its.
@@ -60,7 +60,7 @@ def _key(row: Any, gpus: int | None = None) -> tuple[str, int, bool, int]:
     return row.strategy, row.factor, row.fsdp, gpus or row.gpus
 
 
-def comparison_table(original: Sequence[Any], ours: Sequence[Any]) -> str:
+def comparison_rows(original: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
     """Both at every size that either ran, and the factor between the speeds."""
     mine = {_key(row): row for row in ours}
     pairs = [(row, mine.get(_key(row)) or mine.get(_key(row, 1))) for row in original]
@@ -79,11 +79,7 @@ def comparison_table(original: Sequence[Any], ours: Sequence[Any]) -> str:
             f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
             "yes" if row.fsdp else "no", *_cells(theirs), *_cells(our), as_text(ratio, ".2f"),
         ])  # fmt: skip
-    header = (
-        "model | parameters | FSDP | original: GPUs | tokens/s per GPU | MFU (%) | ours: GPUs"
-        " | tokens/s per GPU | MFU (%) | ours ÷ original"
-    )
-    return markdown_table(header, cells)
+    return cells
 
 
 def _cells(row: Any) -> list[str]:
@@ -143,11 +139,10 @@ def _memory_gaps(rows: Sequence[Any]) -> list[float]:
     return [gap for gap in gaps if not math.isnan(gap)]
 
 
-def breakdown_table(runs: Sequence[RunLog]) -> str:
-    """Where the time of a step goes, a row per profiled run; empty without any."""
-    rows = study.profiled_runs(runs)
+def breakdown_rows(runs: Sequence[RunLog]) -> list[list[str]]:
+    """Where the time of a step goes, a row per profiled run."""
     cells = []
-    for row, run in rows:
+    for row, run in study.profiled_runs(runs):
         record = run.breakdowns[-1]
         shares = shares_of_step(record, study.quiet_step_s(run))
         cells.append([
@@ -155,8 +150,7 @@ def breakdown_table(runs: Sequence[RunLog]) -> str:
             *(f"{100 * share:.1f}" for share in shares.values()),
             f"{record['num_kernels_per_step']:,.0f}", Path(row.log).name,
         ])  # fmt: skip
-    shares = " | ".join(f"{kind} (%)" for kind in KINDS)
-    return markdown_table(f"model | run | batch | {shares} | kernels | log", cells) if cells else ""
+    return cells
 
 
 def scaling_section(published: Path) -> str:
@@ -170,10 +164,11 @@ def scaling_section(published: Path) -> str:
     original, ours = read_original(), read_ours(runs)
     devices = sorted({f"{row.device}, torch {row.torch_version}" for row in ours})
     counted = pd.read_csv(ORIGINAL)["training_tokens_pct"]
-    words = told("scaling", figures=FIGURES, devices="; ".join(devices), counted=_span(counted),
-                 skip_steps=SKIP_STEPS)  # fmt: skip
+    values = {"figures": FIGURES, "devices": "; ".join(devices), "counted": _span(counted)}
+    rows = comparison_rows(original, ours)
+    compared = told_tables({"scaling": rows}, skip_steps=SKIP_STEPS, **values)
     found = "\n".join(f"- {line}" for line in findings(original, ours))
-    parts = [words, comparison_table(original, ours), found]
-    if shares := breakdown_table(runs):
-        parts += [told("scaling: breakdown", figures=FIGURES), shares]
-    return "\n\n".join(parts)
+    kinds = " | ".join(f"{kind} (%)" for kind in KINDS)
+    shares = {"scaling: breakdown": breakdown_rows(runs)}
+    explained = told_tables(shares, figures=FIGURES, kinds=kinds)
+    return "\n\n".join(filter(None, (compared, found, explained)))

@@ -75,14 +75,6 @@ class Tokenizer:
     pad_id: int
     encode_plain: Callable[[str], list[int]] = field(repr=False)
 
-    @property
-    def bos_id(self) -> int | None:
-        return self.prefix[0] if self.prefix else None
-
-    @property
-    def eos_id(self) -> int | None:
-        return self.suffix[-1] if self.suffix else None
-
     def encode_pieces(self, text: str) -> Iterator[Sequence[int]]:
         """Token ids of one document, piece by piece, so that a huge one need not be read whole."""
         yield self.prefix
@@ -129,16 +121,14 @@ def _from_backend(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
     # A tokenizer.json carries the truncation and padding of whoever saved it.
     backend.no_truncation()
     backend.no_padding()
-    if not backend.get_vocab(with_added_tokens=True):
+    if not (ids := backend.get_vocab(with_added_tokens=True)):
         raise ValueError(f"the tokenizer {name} has no vocabulary")
     probe = backend.encode("a")
     pairs = list(zip(probe.special_tokens_mask, probe.ids, strict=True))
     prefix = tuple(i for _, i in itertools.takewhile(lambda pair: pair[0], pairs))
     suffix = tuple(i for _, i in itertools.takewhile(lambda pair: pair[0], pairs[::-1]))[::-1]
-    ids = backend.get_vocab(with_added_tokens=True)
-    pad_id = next((ids[pad] for pad in ("<pad>", "[PAD]", "<|pad|>") if pad in ids), None)
-    if pad_id is None:
-        pad_id = suffix[-1] if suffix else 0
+    known = (ids[pad] for pad in ("<pad>", "[PAD]", "<|pad|>") if pad in ids)
+    pad_id = next(known, suffix[-1] if suffix else 0)
     vocab_size = max(ids.values()) + 1  # ids may have gaps
     encode_plain = functools.partial(_encode_plain, backend)
     return Tokenizer(name, vocab_size, prefix, suffix, pad_id, encode_plain)
@@ -234,10 +224,8 @@ def open_corpus(dataset: str) -> Corpus:
         raise ValueError(f"{dataset} holds no documents; pass a dataset with rows")
     if not any(holds_text):
         raise ValueError(f"the column `text` of {dataset} holds no strings; convert it first")
-    fingerprint = digest.hexdigest()[:16]
-    return Corpus(
-        tuple(files), tuple(holds_text), group_files, group_indices, group_rows, fingerprint
-    )
+    columns = group_files, group_indices, group_rows
+    return Corpus(tuple(files), tuple(holds_text), *columns, digest.hexdigest()[:16])
 
 
 def _read_footer(file: Path, digest: Any) -> tuple[pq.FileMetaData, bool]:
@@ -451,18 +439,10 @@ class StepRows:
 
 
 def build_loader(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    *,
-    sequence_length: int,
-    rows: range,
-    global_rows: int,
-    seed: int,
-    packing: bool = True,
-    num_workers: int = 0,
-    positions: Sequence[Position] | None = None,
-    pin_memory: bool = False,
-) -> Generator[StepRows, None, None]:
+    corpus: Corpus, tokenizer: Tokenizer, *, sequence_length: int, rows: range, global_rows: int,
+    seed: int, packing: bool = True, num_workers: int = 0,
+    positions: Sequence[Position] | None = None, pin_memory: bool = False,
+) -> Generator[StepRows, None, None]:  # fmt: skip
     """The `rows` (of 0 ... global_rows - 1) of every step, endlessly; closing it ends the workers.
 
     `positions`, one for each of the `global_rows`, continues where those steps ended. Workers
@@ -488,22 +468,16 @@ def build_loader(
 def _join_shares(
     streams: Streams, *, num_workers: int, pin_memory: bool
 ) -> Generator[StepRows, None, None]:
-    shares = iter(
-        DataLoader(
-            streams,
-            batch_size=None,
-            collate_fn=lambda share: share,
-            generator=torch.Generator(),  # else it draws its seed from the global one
-            num_workers=num_workers,
-            worker_init_fn=_outlive_stop_signals if num_workers else None,
-            # Forked workers inherit the tokenizer instead of loading it again.
-            multiprocessing_context="fork" if num_workers else None,
-        )
-    )
+    # Forked workers inherit the tokenizer instead of loading it again. Without a generator of its
+    # own the loader draws its seed from the global one.
+    forked: Any = {"worker_init_fn": _outlive_stop_signals, "multiprocessing_context": "fork"}
+    shares = iter(DataLoader(
+        streams, batch_size=None, collate_fn=lambda share: share, generator=torch.Generator(),
+        num_workers=num_workers, **(forked if num_workers else {}),
+    ))  # fmt: skip
     try:
         while True:
-            windows: list[Window] = []
-            counts: collections.Counter[str] = collections.Counter()
+            windows, counts = [], collections.Counter()
             for _ in range(max(1, num_workers)):  # the loader hands out its workers' items in turn
                 share = next(shares)
                 if isinstance(share, ValueError):
@@ -512,16 +486,11 @@ def _join_shares(
                 counts += share[1]
             tokens = torch.from_numpy(np.stack([window.tokens for window in windows])).long()
             counted = torch.from_numpy(np.stack([window.counted for window in windows]))
-            inputs = tokens[:, :-1].contiguous()
-            labels = tokens[:, 1:].masked_fill(~counted, IGNORED_LABEL)
-            yield StepRows(
-                inputs.pin_memory() if pin_memory else inputs,
-                labels.pin_memory() if pin_memory else labels,
-                tuple(window.position for window in windows),
-                int(counted.sum()),
-                counts["skipped"],
-                counts["repaired"],
-            )
+            pair = tokens[:, :-1].contiguous(), tokens[:, 1:].masked_fill(~counted, IGNORED_LABEL)
+            inputs, labels = (rows.pin_memory() if pin_memory else rows for rows in pair)
+            positions = tuple(window.position for window in windows)
+            skipped, repaired = counts["skipped"], counts["repaired"]
+            yield StepRows(inputs, labels, positions, int(counted.sum()), skipped, repaired)
     finally:
         del shares  # ends the workers now, not when an error's traceback is let go
 

@@ -70,13 +70,9 @@ def core_runs(published: Path) -> str:
         return ""
     runs = sorted(runs, key=lambda run: (facts(run).num_parameters, facts(run).fsdp, run.path))
     compiled = {"compiled" if facts(run).compiled else "not compiled" for run in runs}
-    header = (
-        "run | model | parameters | batch × length | dtype | steps | loss, first → last"
-        " | tokens/s per GPU | MFU (%) | peak GiB | log"
-    )
-    tables = {"core-runs": (header, [_core_row(run, published) for run in runs])}
+    rows = [_core_row(run, published) for run in runs]
     values = {"devices": _devices(runs), "compiled": ", ".join(sorted(compiled))}
-    return told_tables(tables, skip_steps=SKIP_STEPS, **values)
+    return told_tables({"core-runs": rows}, skip_steps=SKIP_STEPS, **values)
 
 
 def _core_row(run: RunLog, published: Path) -> list[str]:
@@ -104,13 +100,9 @@ def bench_table(folder: Path) -> str:
     if not runs:
         return ""
     ceiling = json.loads((folder / "ceiling.json").read_text())
-    header = (
-        "model | batch | tokens/s | spread (%) | MFU (%) | of the ceiling (%) | peak GiB"
-        " | compiling (s) | status | log"
-    )
     runs.sort(key=lambda run: (facts(run).strategy, facts(run).factor, facts(run).batch_size))
     rows = [_bench_row(run, ceiling["tflops"]) for run in runs]
-    return told_tables({"bench": (header, rows)}, **ceiling)
+    return told_tables({"bench": rows}, **ceiling)
 
 
 def _bench_row(run: RunLog, ceiling_tflops: float) -> list[str]:
@@ -134,21 +126,10 @@ def what_fits_tables(folder: Path) -> str:
     """The tables of the fitting experiment in a folder of its logs; empty without any."""
     if not (searches := fit_report.read_searches(folder)):
         return ""
-    errors = "predicted GiB | measured GiB | error (%)"
     tables = {
-        "fits: searches": (
-            "mode | strategy | checkpointing | limit GiB | largest factor | parameters | "
-            f"{errors} | probes | seconds | at the answer | log",
-            fit_report.search_rows(folder),
-        ),
-        "fits: simulated": (
-            f"GPUs | strategy | checkpointing | largest factor | parameters | {errors}",
-            fit_report.simulated_rows(folder),
-        ),
-        "fits: errors": (
-            f"strategy | factor | rows | checkpointing | compiled | {errors}",
-            fit_report.error_rows(folder),
-        ),
+        "fits: searches": fit_report.search_rows(folder),
+        "fits: simulated": fit_report.simulated_rows(folder),
+        "fits: errors": fit_report.error_rows(folder),
     }
     return told_tables(tables, min_peak_gib=fit_report.MIN_PEAK_GIB, **(searches[0].run or {}))
 
@@ -166,9 +147,8 @@ def checkpoint_costs(folder: Path) -> dict[str, Any]:
     Seconds; ``added_s`` is how much longer the step with the copy took than the median without
     saves, ``saving_step_s`` the median of the steps that began before the save was on disk.
     """
-    without, saving, resumed = (
-        read_run(folder / f"{name}.out") for name in ("without", "saving", "resumed")
-    )
+    names = ("without", "saving", "resumed")
+    without, saving, resumed = (read_run(folder / f"{name}.out") for name in names)
     save = saving.checkpoints[0]
     usual_s = statistics.median(step.step_s or 0.0 for step in without.steps[2:])
     with_copy, *after = [step.step_s or 0.0 for step in saving.steps if step.step > save["step"]]
@@ -176,14 +156,12 @@ def checkpoint_costs(folder: Path) -> dict[str, Any]:
     during = [step_s for step_s, at in zip(after, starts, strict=False) if at < save["seconds"]]
     waits = [(run.end or {})["seconds"] for run in (without, resumed)]
     return {
-        "step_s": usual_s,
-        "added_s": with_copy - usual_s,
+        "step_s": usual_s, "added_s": with_copy - usual_s,
         "saving_step_s": statistics.median(during or [with_copy]),
         **{name: save[name] for name in ("stopped_s", "seconds", "gib")},
         "first_step_anew_s": waits[0]["until first step"],
-        "first_step_resumed_s": waits[1]["until first step"],
-        "restore_s": waits[1]["restore"],
-    }
+        "first_step_resumed_s": waits[1]["until first step"], "restore_s": waits[1]["restore"],
+    }  # fmt: skip
 
 
 def checkpoint_table(folder: Path) -> str:
@@ -201,13 +179,11 @@ def parity_comparisons(folder: Path) -> list[tuple[str, Comparison]]:
     Against all runs without FSDP there that share what parity needs (model, data, seed, …).
     """
     runs, _ = load_runs(folder)
-    found = []
+    plain, found = [run for run in runs if not facts(run).fsdp], []
     for run in (run for run in runs if facts(run).fsdp):
-        references = [
-            other for other in runs if not facts(other).fsdp and not mismatches([run, other])
-        ]
-        if references:
-            found.append((_parity_name(run), compare([run], references)))
+        same = [each for each in plain if not mismatches([run, each])]
+        if same:
+            found.append((_parity_name(run), compare([run], same)))
     return sorted(found)
 
 
@@ -216,21 +192,18 @@ def _parity_name(run: RunLog) -> str:
     name = f"`{what.strategy}` {what.factor} {what.model_dtype}, {what.gpus} × {what.batch_size}"
     if what.grad_accumulation_steps > 1:
         name += f" × {what.grad_accumulation_steps} accumulated"
-    if len(run.runs) > 1:
-        ranks = (str(attempt["world_size"]) for attempt in run.runs)
-        name += f", resumed: {' → '.join(ranks)} ranks"
-    if what.replicas > 1:
-        name += f", {what.replicas} replicas"
-    if not config["compile"] and (run.run or {}).get("device_type") == "cuda":
-        name += ", not compiled"
-    if what.activation_checkpointing != "none":
-        name += f", {what.activation_checkpointing} checkpointing"
-    changed = {"cpu_offload": True, "reshard_after_forward": False, "packing": False}
-    words = {"cpu_offload": "CPU offload", "reshard_after_forward": "no reshard"}
-    for flag, value in changed.items():
-        if config.get(flag) == value:
-            name += f", {words.get(flag, 'one padded document a row')}"
-    return name
+    ranks = " → ".join(str(attempt["world_size"]) for attempt in run.runs)
+    on_gpu = (run.run or {}).get("device_type") == "cuda"
+    details = {
+        f"resumed: {ranks} ranks": len(run.runs) > 1,
+        f"{what.replicas} replicas": what.replicas > 1,
+        "not compiled": on_gpu and not config["compile"],
+        f"{what.activation_checkpointing} checkpointing": what.activation_checkpointing != "none",
+        "CPU offload": config.get("cpu_offload") is True,
+        "no reshard": config.get("reshard_after_forward") is False,
+        "one padded document a row": config.get("packing") is False,
+    }
+    return ", ".join([name, *(words for words, holds in details.items() if holds)])
 
 
 def parity_table(folder: Path) -> str:

@@ -46,17 +46,13 @@ def search_rows(folder: Path) -> list[list[str]]:
         proof = folder / run.path.name.replace("train_", "steps_")
         steps = read_run(proof) if config["mode"] == "train" and proof.exists() else None
         rows.append([
-            config["mode"],
-            f"`{best['scaling_strategy']}`",
+            config["mode"], f"`{best['scaling_strategy']}`",
             best["activation_checkpointing"] if config["mode"] == "train" else "",
             "none" if limit is None else f"{limit:g}",
             f"{'at least ' * (best['factor'] == config['high'])}{best['factor']}",
-            f"{best['num_parameters']:,}",
-            *_prediction(best),
-            str(len(run.probes)),
+            f"{best['num_parameters']:,}", *_prediction(best), str(len(run.probes)),
             f"{(run.end or {})['seconds']['total']:.0f}",
-            f"{len(steps.steps)} steps, {steps.status}" if steps else "",
-            run.path.name,
+            f"{len(steps.steps)} steps, {steps.status}" if steps else "", run.path.name,
         ])  # fmt: skip
     return rows
 
@@ -86,11 +82,8 @@ def error_rows(folder: Path) -> list[list[str]]:
 
 def simulated_bests(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     """(GPUs, largest probe that fits) of each simulated search, in order."""
-    found = []
-    for run in read_searches(folder):
-        best = best_probe(run)
-        if best is not None and best["simulated"]:
-            found.append((best["world_size"], best))
+    bests = filter(None, map(best_probe, read_searches(folder)))
+    found = [(best["world_size"], best) for best in bests if best["simulated"]]
     return sorted(found, key=lambda pair: (pair[0], pair[1]["factor"]))
 
 

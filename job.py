@@ -59,12 +59,9 @@ class Job:
         peak_gib, reserved_gib = self.world.max_host(utils.peak_memory_gib(self.world.device))
         if self.world.rank:
             return
+        peaks = {"peak_gib": peak_gib, "peak_reserved_gib": reserved_gib}
         fields = self._end_fields(status, reason)
-        self.log.record(
-            "End",
-            fields
-            | {"peak_gib": peak_gib, "peak_reserved_gib": reserved_gib, "digest": self.digest},
-        )
+        self.log.record("End", fields | peaks | {"digest": self.digest})
 
     def _write_failure(self, failure: Failure) -> None:
         """The record of a job that failed; called from whichever thread noticed, without sums."""
@@ -78,14 +75,11 @@ class Job:
         seconds = {name: round(value, 3) for name, value in self.seconds.items()}
         seconds["total"] = round(time.perf_counter() - self._started, 3)
         _, num_graphs = utils.compilations()
+        late = num_graphs - (self.num_graphs_at_first_step or num_graphs)
         return {
-            "status": status,
-            "reason": reason,
-            "steps_done": self.steps_done,
-            "seconds": seconds,
-            "num_graphs_compiled": num_graphs,
-            "compiled_after_first_step": num_graphs - (self.num_graphs_at_first_step or num_graphs),
-        }
+            "status": status, "reason": reason, "steps_done": self.steps_done, "seconds": seconds,
+            "num_graphs_compiled": num_graphs, "compiled_after_first_step": late,
+        }  # fmt: skip
 
 
 def peak_of(config: TrainConfig, world: World) -> float | None:
@@ -99,38 +93,27 @@ def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str,
     for name in _PATHS:
         if settings[name] is not None:
             settings[name] = _without_folders(str(settings[name]))
+    corpus, tokenizer = inputs.corpus, inputs.tokenizer
     return {
-        "schema": SCHEMA_VERSION,
-        "script": os.path.basename(sys.argv[0]),
+        "schema": SCHEMA_VERSION, "script": os.path.basename(sys.argv[0]),
         "argv": [_without_folders(word) for word in sys.argv[1:]],
-        "config": settings,
-        "fsdp": config.fsdp,
-        **utils.source_version(),
-        "versions": utils.versions(),
-        "nccl_environment": utils.nccl_environment(),
-        "device": utils.device_name(world.device),
-        "device_type": world.device.type,
+        "config": settings, "fsdp": config.fsdp, **utils.source_version(),
+        "versions": utils.versions(), "nccl_environment": utils.nccl_environment(),
+        "device": utils.device_name(world.device), "device_type": world.device.type,
         "device_memory_gib": utils.device_memory_gib(world.device),
         "compute_dtype": str(inputs.compute_dtype).removeprefix("torch."),
-        "peak_tflops": peak_of(config, world),
-        "world_size": world.size,
-        "num_nodes": world.num_nodes,
-        "replicas": getattr(config, "replicas", 1),
+        "peak_tflops": peak_of(config, world), "world_size": world.size,
+        "num_nodes": world.num_nodes, "replicas": getattr(config, "replicas", 1),
         "global_batch": inputs.global_batch,
         "tokens_per_step": inputs.global_batch * config.sequence_length,
         "num_parameters": count_params(inputs.model_config),
-        "flops_per_token": inputs.flops_per_token,
-        "model": asdict(inputs.model_config),
-        "data": {
-            "fingerprint": inputs.corpus.fingerprint,
-            "num_documents": inputs.corpus.num_documents,
-        },
+        "flops_per_token": inputs.flops_per_token, "model": asdict(inputs.model_config),
+        "data": {"fingerprint": corpus.fingerprint, "num_documents": corpus.num_documents},
         "tokenizer": {
-            "name": _without_folders(inputs.tokenizer.name),
-            "vocab_size": inputs.tokenizer.vocab_size,
+            "name": _without_folders(tokenizer.name), "vocab_size": tokenizer.vocab_size,
         },
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
-    }
+    }  # fmt: skip
 
 
 def _without_folders(word: str) -> str:
@@ -188,37 +171,28 @@ class Meter:
         job, world = self.job, self.job.world
         # Reading these waits for the GPU: every step so far has ended when the clock is read.
         [loss_total] = world.sum_host([loss_sum.item()])
-        peak_gib, reserved_gib, minus_bad = world.max_host(
-            [*utils.peak_memory_gib(world.device), -first_bad_step.item()]
-        )
+        peaks = utils.peak_memory_gib(world.device)
+        peak_gib, reserved_gib, minus_bad = world.max_host([*peaks, -first_bad_step.item()])
         now = time.perf_counter()
         step_s = (now - self._clock) / self._num_steps
         tokens_per_s = self.positions_per_step / world.size / step_s
+        num_positions = self.positions_per_step * self._num_steps
         tflops = tokens_per_s * job.inputs.flops_per_token / 1e12
         record = StepRecord(
-            step=step,
+            step=step, tokens_per_s=tokens_per_s, tflops=tflops, grad_norm=grad_norm.item(),
             loss=loss_total / self._last_training_tokens if self._last_training_tokens else 0.0,
-            tokens_per_s=tokens_per_s,
-            training_tokens_pct=100
-            * self._num_training_tokens
-            / (self.positions_per_step * self._num_steps),
+            training_tokens_pct=100 * self._num_training_tokens / num_positions,
             mfu_pct=100 * tflops / self.peak_tflops if self.peak_tflops else None,
-            tflops=tflops,
-            grad_norm=grad_norm.item(),
-            learning_rate=rate,
-            step_s=step_s,
-            peak_gib=peak_gib,
-            peak_reserved_gib=reserved_gib,
-        )
+            learning_rate=rate, step_s=step_s, peak_gib=peak_gib, peak_reserved_gib=reserved_gib,
+        )  # fmt: skip
         if world.rank == 0:
             job.log.step(record)
         if step == (job.resumed_from_step or 0) + 1:
             job.seconds["until first step"] = now - utils.TORCH_IMPORTED_AT
             job.seconds["compile"], job.num_graphs_at_first_step = utils.compilations()
         # The CPU runs ahead of the GPU and waits at log steps: for all steps in between.
-        self.patience_s = max(
-            job.config.collective_timeout_s, 5 * step_s * job.config.logging_frequency
-        )
+        slow_s = 5 * step_s * job.config.logging_frequency
+        self.patience_s = max(job.config.collective_timeout_s, slow_s)
         self._num_steps, self._num_training_tokens = 0, 0.0
         self._clock = now
         if job.config.fail_on_nonfinite and minus_bad > float("-inf"):
@@ -264,9 +238,8 @@ class Profiler:
             torch.cuda.profiler.stop()
         trace.stop()
         self.config.profile_dir.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(
-            str(self.config.profile_dir / f"trace-rank{self.world.rank}.json")
-        )
+        path = self.config.profile_dir / f"trace-rank{self.world.rank}.json"
+        trace.export_chrome_trace(str(path))
         if self.world.rank == 0 and self._num_steps:
             self.log.record("Breakdown", self._breakdown(trace, wall_s))
 

@@ -24,12 +24,6 @@ WAYS = tuple(product(LINKS_GB_PER_S, (False, True)))  # with replicas or without
 GATHER, SCATTER = ("all_gather", "bfloat16"), ("reduce_scatter", "float32")
 COLLECTIVES = (GATHER, SCATTER, ("reduce_scatter", "bfloat16"))
 MESSAGES = ("all 2 block", "all 10 block", "n_layers 1 block", "n_layers 1 embedding, head")
-BANDWIDTH_HEAD = "transport | collective | dtype | latency (µs) | line (GB/s) | its error (%) | "
-BANDWIDTH_HEAD += " | ".join(f"{name} (GB/s)" for name in MESSAGES)
-STEP_HEAD = (
-    "model | transport | tokens/s per GPU | step (ms) | spread (%) | without communication (ms)"
-    " | exposed (%) | predicted (ms) | error (%) | log"
-)
 Shape = tuple[str, int]
 
 
@@ -153,15 +147,16 @@ def link_section(folder: Path) -> str:
          *(f"{found.projected(shape, gpus, *way):,.0f}" for way in WAYS)]
         for shape, gpus in product(found.projectable, GPUS_IN_TABLE)
     ]  # fmt: skip
-    kinds = [f"{link:g} GB/s, {'replicas' if r else 'FSDP'}" for link, r in WAYS]
+    ways = " | ".join(f"{link:g} GB/s, {'replicas' if r else 'FSDP'}" for link, r in WAYS)
+    messages = " | ".join(f"{name} (GB/s)" for name in MESSAGES)
     what = found.bandwidth[ran[0][0]].run or {} if ran else {}
     tables = {
-        "links: collectives": (BANDWIDTH_HEAD, [bandwidth_row(found, *of) for of in ran]),
-        "links: steps": (STEP_HEAD, [step_row(found, *of) for of in stepped]),
-        "links: projected": (" | ".join(["model", "GPUs", *kinds]), projected),
+        "links: collectives": [bandwidth_row(found, *of) for of in ran],
+        "links: steps": [step_row(found, *of) for of in stepped],
+        "links: projected": projected,
     }
     return told_tables(tables, most=GPUS[-1], gpus_per_node=GPUS_PER_NODE, starts=starts(found),
-                       figure=FIGURE, **what)  # fmt: skip
+                       figure=FIGURE, ways=ways, messages=messages, **what)  # fmt: skip
 
 
 def plot_projection(folder: Path, path: Path) -> None:

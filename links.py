@@ -18,10 +18,9 @@ TRANSPORTS: dict[str, dict[str, str]] = {
     "shared memory": {"NCCL_P2P_DISABLE": "1"},
     "sockets on loopback": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 }
-SHAPES: tuple[tuple[ScalingStrategy, int], ...] = (
-    ("all", 2), ("all", 6), ("all", 10), ("n_layers", 1),
-)  # fmt: skip
-MESSAGE_SHAPES: tuple[tuple[ScalingStrategy, int], ...] = (*SHAPES, ("all", 8))
+Shape = tuple[ScalingStrategy, int]
+SHAPES: tuple[Shape, ...] = (("all", 2), ("all", 6), ("all", 10), ("n_layers", 1))
+MESSAGE_SHAPES: tuple[Shape, ...] = (*SHAPES, ("all", 8))
 # bf16 parameters are gathered, fp32 gradients are reduced (distributed.shard).
 GATHERED_BYTES, REDUCED_BYTES = 2, 4
 # A bf16 step of AdamW: the norm reads the gradient; the update reads it, the parameter and two
@@ -95,13 +94,9 @@ def update_s(groups: Iterable[Group], shards: int) -> float:
 
 
 def step_s(
-    groups: list[Group],
-    compute_s: float,
-    *,
-    gather: Line,
-    scatter: Line,
+    groups: list[Group], compute_s: float, *, gather: Line, scatter: Line,
     all_reduce: Line | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Seconds of forward and backward that take ``compute_s`` where nothing travels.
 
     Each group computes for its share of the FLOPs, a third of it forward. An all-gather begins when
@@ -142,15 +137,9 @@ def ring(measured: Line, *, gpus: int, nodes: int, link_bytes_per_s: float) -> L
 
 
 def projected_step_s(
-    groups: list[Group],
-    compute_s: float,
-    lines: tuple[Line, Line],
-    *,
-    gpus: int,
-    gpus_per_node: int,
-    link_bytes_per_s: float,
-    replicate: bool,
-) -> float:
+    groups: list[Group], compute_s: float, lines: tuple[Line, Line], *, gpus: int,
+    gpus_per_node: int, link_bytes_per_s: float, replicate: bool,
+) -> float:  # fmt: skip
     """Seconds of a step on many GPUs: FSDP over all, or in each node with replicas across nodes.
 
     ``lines``: all-gather and reduce-scatter of two GPUs in a node. Replicas all-reduce the shards
@@ -159,10 +148,8 @@ def projected_step_s(
     nodes = max(1, gpus // gpus_per_node)
     shards = gpus // nodes if replicate else gpus
     ring_nodes = 1 if replicate else nodes
-    gather, scatter = (
-        ring(line, gpus=shards, nodes=ring_nodes, link_bytes_per_s=link_bytes_per_s)
-        for line in lines
-    )
+    across = {"gpus": shards, "nodes": ring_nodes, "link_bytes_per_s": link_bytes_per_s}
+    gather, scatter = (ring(line, **across) for line in lines)
     all_reduce = None
     if replicate and nodes > 1:
         latency_s = lines[1].latency_s + 2 * (nodes - 1) * NODE_HOP_S

@@ -84,11 +84,8 @@ def describe_runs(fsdp: Runs, references: Runs, comparison: parity.Comparison) -
     for place in f"{parity.OTHER_FIELDS} {parity.PARITY_FIELDS}".split():
         values = [[parity.field_of(run, place) for run in side] for side in (fsdp, references)]
         known = {str(value) for side in values for value in side if value is not None}
-        mark = (
-            "  <-- must not differ"
-            if place in parity.PARITY_FIELDS.split() and len(known) > 1
-            else ""
-        )
+        must_not = place in parity.PARITY_FIELDS.split() and len(known) > 1
+        mark = "  <-- must not differ" * must_not
         if known and (place != "model" or mark):
             rows.append((parity.label_of(place), values, mark))
     for label, sides, mark in (("", [["FSDP"], ["NO FSDP"]], ""), *rows):
@@ -174,9 +171,10 @@ def describe_rest(fsdp: Runs, references: Runs, comparison: parity.Comparison) -
 def plot_comparison(comparison: parity.Comparison, path: Path) -> None:
     """Both loss curves, and under them their difference per step with the floor as a band."""
     gaps = comparison.losses
-    steps = np.array([gap.step for gap in gaps])
-    differences = np.array([gap.difference for gap in gaps])
-    floors = np.array([gap.floor for gap in gaps])
+    steps, differences, floors = (
+        np.array([getattr(gap, name) for gap in gaps]) for name in ("step", "difference", "floor")
+    )
+    limits = parity.FACTOR * floors
     plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
 
@@ -194,21 +192,16 @@ def plot_comparison(comparison: parity.Comparison, path: Path) -> None:
     top.set_ylabel("Loss")
     # A log axis has no zero: such differences stand on the bottom edge; infinite ones at the top.
     seen = np.concatenate([differences[(differences > 0) & np.isfinite(differences)], floors])
-    low, high = seen.min() / 4, max(seen.max(), parity.FACTOR * floors.max()) * 4
+    low, high = seen.min() / 4, max(seen.max(), limits.max()) * 4
     zero, heights = differences == 0, np.clip(differences, low, high)
     bottom.fill_between(steps, low, floors, color=REFERENCE_COLOR, alpha=0.2, linewidth=0)
-    bottom.plot(steps, parity.FACTOR * floors, "--", color=REFERENCE_COLOR, linewidth=1.2)
-    label(
-        bottom,
-        f"{parity.FACTOR:g} × floor:\nthe limit",
-        parity.FACTOR * floors[-1],
-        color=REFERENCE_COLOR,
-    )
+    bottom.plot(steps, limits, "--", color=REFERENCE_COLOR, linewidth=1.2)
+    text = f"{parity.FACTOR:g} × floor:\nthe limit"
+    label(bottom, text, limits[-1], color=REFERENCE_COLOR)
     name = "floor:\n" + comparison.floor_name.replace(" re", "\nre")
     label(bottom, name, floors[-1], color=REFERENCE_COLOR, offset=-22)
     bottom.vlines(steps, low, heights, color=MARK_COLOR, linewidth=0.8)
-    outside = differences > parity.FACTOR * floors
-    colors = np.where(zero, "white", np.where(outside, FSDP_COLOR, MARK_COLOR))
+    colors = np.where(zero, "white", np.where(differences > limits, FSDP_COLOR, MARK_COLOR))
     bottom.scatter(steps, heights, 25, colors, edgecolors=MARK_COLOR, clip_on=False, zorder=3)
     ends = f" (○ no difference: {zero.sum()} of {len(steps)} steps)" if zero.any() else ""
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -225,9 +218,8 @@ def headline(comparison: parity.Comparison) -> str:
     if comparison.verdict == "cannot tell":
         return finding + f"cannot tell\n({comparison.reason})"
     inside = parity.worst(comparison.losses).ratio <= parity.FACTOR
-    finding += (
-        f"{'inside' if inside else 'outside'} {parity.FACTOR:g} × the {comparison.floor_name}"
-    )
+    limit = f"{parity.FACTOR:g} × the {comparison.floor_name}"
+    finding += f"{'inside' if inside else 'outside'} {limit}"
     return finding + ("\n(but the runs are not equal: see the grad norm and the final weights)"
                       if inside and comparison.verdict == "not equal" else "")  # fmt: skip
 

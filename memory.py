@@ -8,11 +8,11 @@ step.py and FSDP2's sources (torch/distributed/fsdp/_fully_shard); constants are
 """
 
 import bisect
+import itertools
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from typing import Literal, get_args
 
 from cli import parse_flags
@@ -249,17 +249,14 @@ def _at_moment(
     on_device = 0 if setup.cpu_offload else each
     head = ends * setup.compute_bytes if setup.casts_weights and rest.loss else 0
     return replace(
-        rest,
-        parameters=int(on_device * num_params),
-        gradients=int(on_device * done),
+        rest, moment=name, parameters=int(on_device * num_params), gradients=int(on_device * done),
         optimizer=int(on_device * OPTIMIZER_STATES * num_params),
         unsharded_parameters=gathered * setup.compute_bytes if setup.fsdp else head,
         unsharded_gradients=reducing if setup.fsdp else 0,
         workspace=CUBLAS_BYTES + 2 * FP32_BYTES * setup.sequence_length * config.head_size,
         communication=NCCL_BYTES if setup.shards * setup.replicas > 1 else 0,
         host=int((2 + OPTIMIZER_STATES) * num_params * each) if setup.cpu_offload else 0,
-        moment=name,
-    )
+    )  # fmt: skip
 
 
 def predict(setup: Setup) -> Memory:
@@ -271,18 +268,13 @@ def predict_load(setup: Setup) -> Memory:
     """Memory of the parameters alone, on one device, and of the fp32 run that fills one of them."""
     config = setup.config
     tables = 2 * FP32_BYTES * setup.sequence_length * config.head_size
-    numel = count_params(config)
-    return Memory(
-        parameters=numel * setup.model_bytes, workspace=tables + FILL_BYTES, moment="load"
-    )
+    parameters = count_params(config) * setup.model_bytes
+    return Memory(parameters=parameters, workspace=tables + FILL_BYTES, moment="load")
 
 
 def largest_factor(fits: Callable[[int], bool]) -> int:
     """Largest scaling factor that fits, 0 where none does."""
-    factor = 0
-    while fits(factor + 1):
-        factor += 1
-    return factor
+    return next(factor for factor in itertools.count() if not fits(factor + 1))
 
 
 def largest_batch(setup: Setup, available: int) -> int:
@@ -334,28 +326,22 @@ class FitConfig:
 
 def setup_of(config: FitConfig, gpus: int, offload: bool, mode: ActivationCheckpointing) -> Setup:
     """What is trained, at factor 1: without FSDP on one GPU, unless offloaded."""
-    return Setup(
-        build_config(config.scaling_strategy, 1, MODEL_VOCAB_SIZE),
-        config.sequence_length,
-        config.batch_size,
-        checkpointing=mode,
-        fsdp=gpus > 1 or offload,
-        shards=gpus,
-        cpu_offload=offload,
-    )
+    shape = build_config(config.scaling_strategy, 1, MODEL_VOCAB_SIZE)
+    return Setup(shape, config.sequence_length, config.batch_size, checkpointing=mode,
+                 fsdp=gpus > 1 or offload, shards=gpus, cpu_offload=offload)  # fmt: skip
 
 
 def largest_of(config: FitConfig, setup: Setup) -> tuple[int, Setup]:
     """(largest factor, what is trained at it); factor 0 where none fits."""
 
     def at(factor: int) -> Setup:
-        shape = build_config(config.scaling_strategy, factor, MODEL_VOCAB_SIZE)
-        return replace(setup, config=shape)
+        return replace(
+            setup, config=build_config(config.scaling_strategy, factor, MODEL_VOCAB_SIZE)
+        )
 
     def fits(factor: int) -> bool:
-        memory = predict(at(factor))
-        on_device = memory.total <= config.gpu_memory_gib * GIB
-        return on_device and memory.host <= config.host_memory_gib * GIB
+        memory, host_bytes = predict(at(factor)), config.host_memory_gib * GIB
+        return memory.total <= config.gpu_memory_gib * GIB and memory.host <= host_bytes
 
     factor = largest_factor(fits)
     return factor, at(max(factor, 1))
@@ -365,7 +351,7 @@ def main(config: FitConfig) -> None:
     """Print a row for each number of GPUs, place of the states and checkpointing mode."""
     print("GPUs  checkpointing  offload  factor         parameters  peak GiB  host GiB per GPU")
     numbers, modes = map(int, config.gpus.split(",")), get_args(ActivationCheckpointing)
-    for gpus, offload, mode in product(numbers, (False, True), modes):
+    for gpus, offload, mode in itertools.product(numbers, (False, True), modes):
         factor, setup = largest_of(config, setup_of(config, gpus, offload, mode))
         row = f"{gpus:>4}  {mode:<13}  {'yes' if offload else 'no':<7}  {factor or 'none':>6}"
         if factor:

@@ -24,7 +24,6 @@ EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 ALL_WEIGHTS = "all parameters"
 
 Verdict = Literal["equal", "not equal", "not comparable", "cannot tell"]
-EXIT_STATUS: dict[Verdict, int]
 EXIT_STATUS = {"equal": 0, "not equal": 1, "not comparable": 2, "cannot tell": 4}
 
 # Places in the Run record. What two runs must share to be compared (initial weights depend on the

@@ -80,12 +80,9 @@ def run_probe(probe: Probe) -> Outcome:
     with tempfile.NamedTemporaryFile("w+", suffix=".out") as log:
         done = subprocess.run(
             [sys.executable, "-c", f"import probe; probe.main({os.getpid()})"],
-            input=json.dumps(asdict(probe), default=str),
-            stdout=log,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"WORLD_SIZE": str(probe.world_size), "PYTHONPATH": path},
-        )
+            input=json.dumps(asdict(probe), default=str), stdout=log, stderr=subprocess.PIPE,
+            text=True, env=os.environ | {"WORLD_SIZE": str(probe.world_size), "PYTHONPATH": path},
+        )  # fmt: skip
         end = read_run(log.name).end or {}
     seconds = time.perf_counter() - started
     if done.returncode == 0:

@@ -14,23 +14,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from checkpoint import (
-    Checkpoint,
-    Progress,
-    keep_newest,
-    load,
-    reason_of,
-    remove_partial,
-    save,
-    warn,
-)
+from checkpoint import Checkpoint, Progress, keep_newest, load, reason_of, remove_partial, save
 from dataset import Position
 from distributed import SLOW_PHASE_S
 from job import Job
 from model import Transformer
 from optimizer import local_tensor, make_moments
 from train_config import run_identity
-from utils import GIB, random_state, set_random_state
+from utils import GIB, random_state, set_random_state, warn
 from weights import init_weights
 
 
@@ -160,13 +151,10 @@ class Checkpoints:
         with job.phase("save"):
             tensors = training_state(self.model, self.optimizer)
             self._copy_to_host(tensors)
-            progress = Progress(
-                step=job.steps_done,
-                positions=self._all_positions(),
-                optimizer_steps=int(next(iter(self.optimizer.state.values()))["step"].item()),
-                random=random_state(world.device),
-                identity=run_identity(job.config, job.inputs),
-            )
+            num_updates = int(next(iter(self.optimizer.state.values()))["step"].item())
+            identity, state = run_identity(job.config, job.inputs), random_state(world.device)
+            positions = self._all_positions()
+            progress = Progress(job.steps_done, positions, num_updates, state, identity)
         stopped_s = time.perf_counter() - started
 
         def write() -> dict[str, float]:

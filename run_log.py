@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,37 +24,30 @@ SCHEMA_VERSION = 1
 KNOWN_KINDS = ("Run", "Probe", "Breakdown", "Checkpoint", "Link", "End")
 
 
+def _column(name: str, form: str, **default: Any) -> Any:
+    """A field of a ``Step:`` line: its name there, and its format."""
+    return field(metadata={"name": name, "form": form}, **default)
+
+
 @dataclass(frozen=True, slots=True)  # a table of runs holds millions
 class StepRecord:
     """One ``Step:`` line. Tokens per second and TFLOPs are per GPU; None is printed as n/a."""
 
-    step: int
-    loss: float
-    tokens_per_s: float
-    training_tokens_pct: float
-    mfu_pct: float | None
-    tflops: float | None
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    step_s: float | None = None
-    peak_gib: float | None = None
-    peak_reserved_gib: float | None = None
+    # The first six are all that older logs have.
+    step: int = _column("Step", "d")
+    loss: float = _column("Loss", ".6f")
+    tokens_per_s: float = _column("Tokens per second", ".2f")
+    training_tokens_pct: float = _column("Training tokens per second (%)", ".2f")
+    mfu_pct: float | None = _column("MFU (%)", ".2f")
+    tflops: float | None = _column("TFLOPs", ".2f")
+    grad_norm: float | None = _column("Grad norm", ".6f", default=None)
+    learning_rate: float | None = _column("Learning rate", ".4e", default=None)
+    step_s: float | None = _column("Step time (s)", ".5f", default=None)
+    peak_gib: float | None = _column("Peak memory (GiB)", ".3f", default=None)
+    peak_reserved_gib: float | None = _column("Peak reserved (GiB)", ".3f", default=None)
 
 
-# Field, name in the line, format. The first six are all that older logs have.
-_COLUMNS = (
-    ("step", "Step", "d"),
-    ("loss", "Loss", ".6f"),
-    ("tokens_per_s", "Tokens per second", ".2f"),
-    ("training_tokens_pct", "Training tokens per second (%)", ".2f"),
-    ("mfu_pct", "MFU (%)", ".2f"),
-    ("tflops", "TFLOPs", ".2f"),
-    ("grad_norm", "Grad norm", ".6f"),
-    ("learning_rate", "Learning rate", ".4e"),
-    ("step_s", "Step time (s)", ".5f"),
-    ("peak_gib", "Peak memory (GiB)", ".3f"),
-    ("peak_reserved_gib", "Peak reserved (GiB)", ".3f"),
-)
+_COLUMNS = [(f.name, f.metadata["name"], f.metadata["form"]) for f in fields(StepRecord)]
 _NUM_REQUIRED = 6
 _FIELD_OF_NAME = {name: attribute for attribute, name, _ in _COLUMNS}
 # What a line can begin with, anywhere in it: a job that was requeued may append to half a line.
@@ -65,13 +58,12 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 def format_step(record: StepRecord) -> str:
     """The ``Step:`` line of a record; fields after the sixth that are None are left out."""
-    parts = []
-    for place, (attribute, name, form) in enumerate(_COLUMNS):
-        value = getattr(record, attribute)
-        if value is None and place >= _NUM_REQUIRED:
-            continue
-        parts.append(f"{name}: {'n/a' if value is None else format(value, form)}")
-    return " | ".join(parts)
+    values = [(name, getattr(record, attribute), form) for attribute, name, form in _COLUMNS]
+    return " | ".join(
+        f"{name}: {'n/a' if value is None else format(value, form)}"
+        for place, (name, value, form) in enumerate(values)
+        if value is not None or place < _NUM_REQUIRED
+    )
 
 
 def _number(text: str) -> float:
@@ -128,16 +120,12 @@ class LogWriter:
 
     def step(self, record: StepRecord) -> None:
         """Write a ``Step:`` line."""
-        self._write(format_step(record))
+        self.text(format_step(record))
 
     def record(self, kind: str, values: dict[str, Any]) -> None:
         """Write a ``Kind: {json}`` line; numbers that are not finite become strings."""
         line = f"{kind}: {json.dumps(_finite(values), default=str)}"
-        self._write(line, shown=not sys.stdout.isatty())
-
-    def text(self, line: str) -> None:
-        """Write a line for people, which the reader skips."""
-        self._write(line)
+        self.text(line, shown=not sys.stdout.isatty())
 
     def close(self) -> None:
         """Close the file, if one was opened."""
@@ -146,7 +134,8 @@ class LogWriter:
                 self._file.close()
             self._file = None
 
-    def _write(self, line: str, *, shown: bool = True) -> None:
+    def text(self, line: str, *, shown: bool = True) -> None:
+        """Write a line; one for people is skipped by the reader."""
         if self._path is not None:
             try:
                 self._append(self._path, line)
@@ -163,18 +152,10 @@ class LogWriter:
         if self._file is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
-            if _ends_torn(self._file):  # an earlier job was killed in the middle of a line
+            if path.read_bytes()[-1:] not in (b"", b"\n"):  # an earlier job was killed in mid-line
                 self._file.write(f"{_CUT}\n")
         self._file.write(line + "\n")
         self._file.flush()
-
-
-def _ends_torn(file: TextIO) -> bool:
-    if file.tell() == 0:
-        return False
-    with open(file.name, "rb") as same:
-        same.seek(-1, os.SEEK_END)
-        return same.read(1) != b"\n"
 
 
 def _finite(value: Any) -> Any:
@@ -189,27 +170,6 @@ def _finite(value: Any) -> Any:
 
 
 @dataclass
-class LegacyFacts:
-    """What a log of the earlier implementation says of its run, in lines of text."""
-
-    strategy: str | None = None
-    factor: int | None = None
-    world_size: int | None = None
-    num_nodes: int | None = None
-    device: str | None = None
-    sequence_length: int | None = None
-    batch_size: int | None = None
-    seed: int | None = None
-    learning_rate: float | None = None
-    training_steps: int | None = None
-    model_dtype: str | None = None
-    vocab_size: int | None = None
-    num_parameters: int | None = None
-    compiled: bool | None = None
-    out_of_memory: bool = False
-
-
-@dataclass
 class RunLog:
     """One run as its log tells it; steps in order, the last of a step that stands twice."""
 
@@ -221,7 +181,7 @@ class RunLog:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     links: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
-    legacy: LegacyFacts | None = None
+    legacy: Any = None  # LegacyFacts of an older log
     num_skipped_lines: int = 0
     num_duplicate_steps: int = 0
     skipped_kinds: Counter[str] = field(default_factory=Counter)
@@ -352,6 +312,7 @@ def is_same_run(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return identity(first) == identity(second)
 
 
+# What a log of the earlier implementation says of its run, in lines of text.
 _LEGACY_FACTS: tuple[tuple[str, str, Any], ...] = (
     ("strategy", r"scaling_strategy=ScalingStrategy\.(\w+), config", str.lower),
     ("factor", r"Loading a model with scale=(\d+)", int),
@@ -367,6 +328,10 @@ _LEGACY_FACTS: tuple[tuple[str, str, Any], ...] = (
     ("vocab_size", r"vocab_size=(\d+)", int),
     ("num_parameters", r"model parameters: (\d[\d,]*)", lambda n: int(n.replace(",", ""))),
     ("compiled", r"[(, ]compile=(True|False)", "True".__eq__),
+)
+LegacyFacts = make_dataclass(
+    "LegacyFacts",
+    [*((name, Any, None) for name, _, _ in _LEGACY_FACTS), ("out_of_memory", bool, False)],
 )
 _LEGACY_PATTERNS = [(name, re.compile(regex), convert) for name, regex, convert in _LEGACY_FACTS]
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,55 +20,28 @@ import torch
 from distributed import World, launched_world_size
 from job import describe_run
 from memory import CONTEXT_BYTES, Memory, describe, largest_factor
-from model import (
-    ActivationCheckpointing,
-    ScalingStrategy,
-    TransformerConfig,
-    build_config,
-    count_params,
-)
-from model_config import count_block_params
+from model_config import TransformerConfig, build_config, count_block_params, count_params
 from probe import Mode, Outcome, Probe, host_bound, process_bytes, run_probe
 from run_log import LogWriter
-from train_config import Inputs, open_inputs
-from utils import DTYPES, GIB, DtypeName, device_name
+from train_config import Inputs, ModelFlags, open_inputs
+from utils import DTYPES, GIB, device_name
 
 # More than a display takes: somebody computes there.
 MAX_TAKEN_BYTES = GIB
-_FLAGS_OF_PROBES = (
-    "dataset tokenizer_name_or_path sequence_length batch_size scaling_strategy model_dtype "
-    "activation_checkpointing compile"
-).split()
 
 
 @dataclass(frozen=True)
-class SearchConfig:
+class SearchConfig(ModelFlags):
     """Find the largest model that one device holds without FSDP, or trains."""
 
-    scaling_strategy: ScalingStrategy = "all"
-    """Grow width and depth together (`all`) or depth alone (`n_layers`)."""
     low: int = 1
     """Smallest scaling factor that is tried."""
     high: int = 40
     """Largest scaling factor that is tried."""
     mode: Mode = "load"
     """`load`: the parameters; `train`: two steps, with gradients and optimizer state."""
-    sequence_length: int = 4096
-    """Tokens per row."""
-    batch_size: int = 1
-    """Rows per step."""
-    model_dtype: DtypeName = "bf16"
-    """Dtype of parameters, gradients and optimizer state."""
-    activation_checkpointing: ActivationCheckpointing = "none"
-    """Recompute in the backward nothing, the gate and up projections (`selective`), or all."""
-    compile: bool = field(default_factory=torch.cuda.is_available)
-    """Compile each block and the loss with torch.compile (default: on GPUs)."""
     memory_limit_gib: float | None = None
     """Bound of PyTorch's memory on a GPU, of the whole process on a CPU (default: what is free)."""
-    dataset: str = "data/sample.parquet"
-    """Parquet file, folder of them, or glob, with a column `text`."""
-    tokenizer_name_or_path: str = "tekken"
-    """`tekken` (131,072 tokens), a tokenizer.json or its folder, or a hub id."""
     log_file: Path | None = None
     """Also append the log to this file."""
     dry_run: bool = False
@@ -155,9 +128,8 @@ class Search:
         # Of a CPU's bound the interpreter and its libraries take their part.
         on_gpu = self.device.kind == "cuda"
         self.base_bytes = 0 if on_gpu else process_bytes("VmRSS")
-        limit = config.memory_limit_gib
-        if limit is not None:
-            self.limit_bytes = int(limit * GIB)
+        if config.memory_limit_gib is not None:
+            self.limit_bytes = int(config.memory_limit_gib * GIB)
         if not on_gpu:
             self.limit_bytes = self.bound
         self.log = LogWriter(config.log_file)
@@ -177,9 +149,8 @@ class Search:
             return self._end("out_of_memory", reason, None)
         self.log.text(f"Best fit: {best}")
         self.log.text(f"Actual model parameters: {count_params(self.shape(best)):,}")
-        reason = ""
-        if best == config.high:
-            reason = f"at least: --high {best} still fits"
+        reason = f"at least: --high {best} still fits" if best == config.high else ""
+        if reason:
             self.log.text(f"The answer is {reason}")
         return self._end("completed", reason, best)
 
@@ -196,17 +167,13 @@ class Search:
         record = describe_run(self.probe(self.config.low).config(), self.inputs, world)
         for name in ("num_parameters", "flops_per_token", "model", "tokens_per_step"):
             del record[name]
-        own = {name: getattr(self.config, name) for name in ("mode", "low", "high")}
+        names, device = ("mode", "low", "high", "memory_limit_gib"), self.device
         return record | {
-            "config": record["config"] | own | {"memory_limit_gib": self.config.memory_limit_gib},
-            "device": self.device.name,
-            "device_type": self.device.kind,
-            "device_gib": self.device.total / GIB,
-            "bound_gib": self.bound / GIB,
-            "taken_gib": self.device.taken / GIB,
-            "world_size": self.world_size,
-            "simulated": self.world_size > 1,
-        }
+            "config": record["config"] | {name: getattr(self.config, name) for name in names},
+            "device": device.name, "device_type": device.kind, "device_gib": device.total / GIB,
+            "bound_gib": self.bound / GIB, "taken_gib": device.taken / GIB,
+            "world_size": self.world_size, "simulated": self.world_size > 1,
+        }  # fmt: skip
 
     def shape(self, factor: int) -> TransformerConfig:
         """Configuration at one factor. Raises ValueError where none can be built."""
@@ -214,7 +181,7 @@ class Search:
 
     def probe(self, factor: int) -> Probe:
         """What is tried at one factor."""
-        flags = {name: getattr(self.config, name) for name in _FLAGS_OF_PROBES}
+        flags = {f.name: getattr(self.config, f.name) for f in fields(ModelFlags)}
         flags["scaling_factor"] = factor
         return Probe(self.config.mode, flags, self.world_size, self.limit_bytes)
 
@@ -236,11 +203,11 @@ class Search:
 
     def guess(self) -> int:
         """Largest factor that should fit."""
-        return largest_factor(
-            lambda factor: (
-                factor <= self.config.high and self.needed(self.predicted(factor)) <= self.bound
-            )
-        )
+
+        def fits(factor: int) -> bool:
+            return self.needed(self.predicted(factor)) <= self.bound
+
+        return largest_factor(lambda factor: factor <= self.config.high and fits(factor))
 
     def fits(self, factor: int) -> bool:
         """Probe one factor and log how it went."""
@@ -257,21 +224,15 @@ class Search:
 
     def record(self, factor: int, predicted: Memory, outcome: Outcome) -> dict[str, Any]:
         """Fields of a ``Probe:`` record."""
-        shape = self.shape(factor)
+        config, shape = self.config, self.shape(factor)
         return {
-            "mode": self.config.mode,
-            "scaling_strategy": self.config.scaling_strategy,
-            "factor": factor,
-            "num_parameters": count_params(shape),
-            "model": asdict(shape),
-            "activation_checkpointing": self.config.activation_checkpointing,
-            "compile": self.config.compile,
-            "world_size": self.world_size,
-            "simulated": self.world_size > 1,
-            "predicted_gib": self._gib(predicted),
-            "predicted_moment": predicted.moment,
+            "mode": config.mode, "scaling_strategy": config.scaling_strategy, "factor": factor,
+            "num_parameters": count_params(shape), "model": asdict(shape),
+            "activation_checkpointing": config.activation_checkpointing, "compile": config.compile,
+            "world_size": self.world_size, "simulated": self.world_size > 1,
+            "predicted_gib": self._gib(predicted), "predicted_moment": predicted.moment,
             **asdict(outcome),
-        }
+        }  # fmt: skip
 
     def _gib(self, memory: Memory) -> float:
         """What the peak of a probe is held against."""

@@ -106,17 +106,14 @@ def _baselines(points: pd.DataFrame) -> pd.Series:
             for base, other in bases
             if base.num_parameters == row.num_parameters
             and base.status == "trained"
-            and not any(
-                _differ(own[name], other[name]) for name in own.keys() & other.keys() - {"replicas"}
+            and all(
+                own[name] == other[name] or None in (own[name], other[name])
+                for name in own.keys() & other.keys() - {"replicas"}
             )
         ]
         return found[0] if len(found) == 1 else np.nan
 
     return pd.Series([speed(row, own) for row, own in rows], points.index, dtype=float)
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return one is not None and other is not None and one != other
 
 
 def split_lines(points: pd.DataFrame) -> list[Line]:

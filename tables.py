@@ -25,13 +25,14 @@ def told(name: str, **values: Any) -> str:
     return parts[parts.index(name) + 1].strip().format(**values)
 
 
-def told_tables(tables: Mapping[str, tuple[str, Sequence[Sequence[str]]]], **values: Any) -> str:
-    """Tables (header, rows) that have a row, each below its words."""
-    return "\n\n".join(
-        f"{told(name, **values)}\n\n{markdown_table(header, rows)}"
-        for name, (header, rows) in tables.items()
-        if rows
-    )
+def told_tables(tables: Mapping[str, Sequence[Sequence[str]]], **values: Any) -> str:
+    """Tables that have a row, each below its words, which end with its header."""
+    parts = []
+    for name, rows in tables.items():
+        if rows:
+            words, _, header = told(name, **values).rpartition("\n")
+            parts.append(f"{words}\n{markdown_table(header.strip('| '), rows)}")
+    return "\n\n".join(parts)
 
 
 def as_text(value: float | None, form: str) -> str:

@@ -18,22 +18,16 @@ from checkpoint import Checkpoint, find_checkpoints, lock_folder
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
 from memory import GIB, Setup, describe, largest_batch, predict
-from model import (
-    ActivationCheckpointing,
-    ScalingStrategy,
-    TransformerConfig,
-    build_config,
-    count_params,
-    flops_per_token,
-)
+from model import ActivationCheckpointing, ScalingStrategy, TransformerConfig
+from model_config import build_config, count_params, flops_per_token
 from utils import DTYPES, DtypeName
 
 TOKENIZER_PROBE = "Naïve café, 3.14159 and 你好:\n\tdef f(x): return  x**2"
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Train a Llama-style Transformer on one device, without FSDP."""
+class ModelFlags:
+    """Flags that a training shares with a search: what is trained, on which data."""
 
     dataset: str = "data/sample.parquet"
     """Parquet file, folder of them, or glob, with a column `text`."""
@@ -43,6 +37,20 @@ class TrainConfig:
     """Tokens per row."""
     batch_size: int = 1
     """Rows per rank in one micro-batch."""
+    scaling_strategy: ScalingStrategy = "all"
+    """Grow width and depth together (`all`) or depth alone (`n_layers`)."""
+    model_dtype: DtypeName = "bf16"
+    """Dtype of parameters, gradients and optimizer state."""
+    compile: bool = field(default_factory=torch.cuda.is_available)
+    """Compile each block and the loss with torch.compile (default: on GPUs)."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """Recompute in the backward nothing, the gate and up projections (`selective`), or all."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(ModelFlags):
+    """Train a Llama-style Transformer on one device, without FSDP."""
+
     grad_accumulation_steps: int = 1
     """Micro-batches per step."""
     packing: bool = True
@@ -59,24 +67,16 @@ class TrainConfig:
     """Clip the norm of the whole gradient to this."""
     logging_frequency: int = 5
     """Log the first step, every n-th and the last."""
-    scaling_strategy: ScalingStrategy = "all"
-    """Grow width and depth together (`all`) or depth alone (`n_layers`)."""
     scaling_factor: int = 1
     """How far to grow the model, from 1."""
     set_seed: int = 42
     """Seed of the initial weights and of the order of the data."""
-    model_dtype: DtypeName = "bf16"
-    """Dtype of parameters, gradients and optimizer state."""
     compute_dtype: DtypeName | None = None
     """Dtype of activations and matmuls (default: bf16 on GPUs, fp32 on CPU)."""
     fused_optimizer: bool = True
     """One fused kernel per group of parameters in AdamW."""
-    compile: bool = field(default_factory=torch.cuda.is_available)
-    """Compile each block and the loss with torch.compile (default: on GPUs)."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Replay a whole step as one CUDA graph; `auto`: without FSDP, where launching is the limit."""
-    activation_checkpointing: ActivationCheckpointing = "none"
-    """Recompute in the backward nothing, the gate and up projections (`selective`), or all."""
     deterministic: bool = False
     """Use only kernels that give the same bits on every run."""
     fail_on_nonfinite: bool = True
@@ -119,8 +119,7 @@ class TrainConfig:
         for name in ("num_workers", "lr_warmup_steps", "set_seed", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
-        positive = ("learning_rate", "grad_max_norm", "collective_timeout_s", "peak_tflops")
-        for name in positive:
+        for name in ("learning_rate", "grad_max_norm", "collective_timeout_s", "peak_tflops"):
             value = getattr(self, name)
             finite = value is None or math.isfinite(value) or name == "grad_max_norm"
             if value is not None and not (value > 0 and finite):
@@ -252,25 +251,17 @@ def probe_data(corpus: Corpus, tokenizer: Tokenizer) -> None:
 def memory_setup(config: TrainConfig, inputs: Inputs, num_ranks: int | None = None) -> Setup:
     """What the memory model needs to know of a run (default: on the ranks that were launched)."""
     setup = Setup(
-        config=inputs.model_config,
-        sequence_length=config.sequence_length,
-        batch_size=config.batch_size,
-        grad_accumulation_steps=config.grad_accumulation_steps,
-        model_bytes=DTYPES[config.model_dtype].itemsize,
+        inputs.model_config, config.sequence_length, config.batch_size,
+        config.grad_accumulation_steps, model_bytes=DTYPES[config.model_dtype].itemsize,
         compute_bytes=inputs.compute_dtype.itemsize,
-        checkpointing=config.activation_checkpointing,
-        compiled=config.compile,
-    )
+        checkpointing=config.activation_checkpointing, compiled=config.compile,
+    )  # fmt: skip
     if not isinstance(config, FSDPTrainConfig):
         return setup
-    return replace(
-        setup,
-        fsdp=True,
-        shards=(num_ranks or launched_world_size()) // config.replicas,
-        replicas=config.replicas,
-        cpu_offload=config.cpu_offload,
-        reshard_after_forward=config.reshard_after_forward,
-    )
+    shards = (num_ranks or launched_world_size()) // config.replicas
+    return replace(setup, fsdp=True, shards=shards, replicas=config.replicas,
+                   cpu_offload=config.cpu_offload,
+                   reshard_after_forward=config.reshard_after_forward)  # fmt: skip
 
 
 def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
@@ -280,12 +271,11 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = torch.cuda.get_device_properties(0).total_memory if on_gpu else host
     place = "this GPU" if on_gpu else "this machine"
+    compute_dtype = str(inputs.compute_dtype).removeprefix("torch.")
     rows = {
         "model": f"{config.scaling_strategy} {config.scaling_factor}",
         "dim × layers × heads": f"{shape.dim} × {shape.n_layers} × {shape.n_heads}",
-        "dtype of parameters, of computation": (
-            f"{config.model_dtype}, {str(inputs.compute_dtype).removeprefix('torch.')}"
-        ),
+        "dtype of parameters, of computation": f"{config.model_dtype}, {compute_dtype}",
         "compiled": "yes" if config.compile else "no",
         "steps": f"{config.training_steps:,}",
         "parameters": f"{count_params(shape):,}",

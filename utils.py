@@ -110,12 +110,8 @@ def versions() -> dict[str, str | None]:
     nccl = None
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         nccl = ".".join(str(part) for part in nccl_version())
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": nccl,
-    }
+    own = {"python": platform.python_version(), "torch": torch.__version__}
+    return {**own, "cuda": torch.version.cuda, "nccl": nccl}
 
 
 def nccl_environment() -> dict[str, str]:
@@ -141,9 +137,14 @@ def source_version() -> dict[str, Any]:
 
 def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=10
-    ).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def warn(message: str) -> None:
+    """Say something on standard error, once per job."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
 
 
 def relative_path(path: str | Path) -> str:

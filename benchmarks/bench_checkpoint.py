@@ -8,18 +8,17 @@ beside the logs; every number in them is from the logs. The checkpoints are remo
 """
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cli import parse_flags  # noqa: E402
-from figures import checkpoint_costs, checkpoint_table  # noqa: E402
+from make_logs import run_script
+
+from cli import parse_flags
+from figures import checkpoint_costs, checkpoint_table
 
 NUM_STEPS = 100  # long enough to go on while the save is written
 SAVE_AT = 60  # also a save at the end, which the last run resumes from
@@ -42,9 +41,7 @@ def run(config: BenchConfig, name: str, more: str) -> None:
     log = config.output_dir / f"{name}.out"
     log.unlink(missing_ok=True)
     flags = f"{config.flags} {more} --logging-frequency 1 --no-digest"
-    command = [sys.executable, "train.py", *flags.split()]
-    command += ["--log-file", os.path.relpath(log, REPOSITORY)]
-    subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True)
+    run_script(["train.py", *flags.split()], log, check=True)
 
 
 def main(config: BenchConfig) -> None:
@@ -55,9 +52,8 @@ def main(config: BenchConfig) -> None:
     run(config, "without", f"--training-steps {NUM_STEPS}")
     saving = f"--checkpoint-dir {saved} --checkpoint-every {SAVE_AT} --keep 1"
     run(config, "saving", f"--training-steps {NUM_STEPS} {saving}")
-    run(
-        config, "resumed", f"--training-steps {NUM_STEPS + 1} --resume {saved}/step-{NUM_STEPS:08d}"
-    )
+    resume = f"--resume {saved}/step-{NUM_STEPS:08d}"
+    run(config, "resumed", f"--training-steps {NUM_STEPS + 1} {resume}")
     shutil.rmtree(saved)
     costs, table = checkpoint_costs(config.output_dir), checkpoint_table(config.output_dir)
     (config.output_dir / "checkpoint.json").write_text(json.dumps(costs, indent=1) + "\n")

@@ -9,21 +9,21 @@ and bench.md beside the logs; the JSON of each run is its log.
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cli import parse_flags, refuse  # noqa: E402
-from figures import bench_table  # noqa: E402
-from run_log import read_run  # noqa: E402
+from make_logs import make_logs, run_script
+
+from cli import parse_flags, refuse
+from figures import bench_table
 
 METHOD_VERSION = 1
 NUM_WINDOWS = 3
@@ -39,30 +39,9 @@ class BenchConfig:
     """Start no shape after this time; run again to go on."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One row of the table. A window is long enough to last over a second."""
-
-    strategy: str
-    factor: int
-    batch_size: int
-    window_steps: int
-
-    @property
-    def name(self) -> str:
-        """Name of the log."""
-        return f"{self.strategy}_{self.factor}_batch_{self.batch_size}"
-
-
-SHAPES = (
-    Shape("all", 2, 1, 100),
-    Shape("all", 2, 8, 20),
-    Shape("all", 8, 1, 10),
-    Shape("all", 8, 4, 10),
-    Shape("n_layers", 1, 1, 10),
-    Shape("n_layers", 1, 2, 10),
-    Shape("all", 11, 1, 10),
-)
+# Strategy, factor, rows, and the steps of a window, which are enough to last over a second.
+SHAPES = (("all", 2, 1, 100), ("all", 2, 8, 20), ("all", 8, 1, 10), ("all", 8, 4, 10),
+          ("n_layers", 1, 1, 10), ("n_layers", 1, 2, 10), ("all", 11, 1, 10))  # fmt: skip
 
 
 def measure_ceiling(seconds: float = 5.0, size: int = 8192) -> dict[str, Any]:
@@ -82,13 +61,9 @@ def measure_ceiling(seconds: float = 5.0, size: int = 8192) -> dict[str, Any]:
         rates.append(repeats * 2 * size**3 / (begin.elapsed_time(end) * 1e-3) / 1e12)
     rates = rates[1:]  # the first holds the library's start
     return {
-        "tflops": statistics.median(rates),
-        "lowest": min(rates),
-        "highest": max(rates),
-        "size": size,
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-    }
+        "tflops": statistics.median(rates), "lowest": min(rates), "highest": max(rates),
+        "size": size, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+    }  # fmt: skip
 
 
 def gpu_state() -> str:
@@ -98,23 +73,12 @@ def gpu_state() -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def run_shape(shape: Shape, log: Path) -> None:
-    """Train at one shape, unless its log says that this was done."""
-    if log.exists() and read_run(log).end is not None:
-        return
-    log.unlink(missing_ok=True)
-    flags = f"--scaling-strategy {shape.strategy} --scaling-factor {shape.factor} --no-digest"
-    flags += f" --batch-size {shape.batch_size} --logging-frequency {shape.window_steps}"
-    flags += f" --training-steps {(NUM_WINDOWS + 1) * shape.window_steps} --learning-rate 5e-5"
-    command = [
-        sys.executable,
-        "train.py",
-        *flags.split(),
-        "--log-file",
-        os.path.relpath(log, REPOSITORY),
-    ]
-    subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-    print(f"{shape.name}: {gpu_state()}", file=sys.stderr)
+def train_shape(strategy: str, factor: int, batch_size: int, window: int, log: Path) -> str:
+    """Train at one shape; the state of the GPU after it."""
+    flags = f"--scaling-strategy {strategy} --scaling-factor {factor} --no-digest"
+    flags += f" --batch-size {batch_size} --logging-frequency {window} --learning-rate 5e-5"
+    flags += f" --training-steps {(NUM_WINDOWS + 1) * window}"
+    return f"{run_script(['train.py', *flags.split()], log)}: {gpu_state()}"
 
 
 def main(config: BenchConfig) -> None:
@@ -123,16 +87,15 @@ def main(config: BenchConfig) -> None:
 
     if not torch.cuda.is_available():
         refuse("this benchmark needs a GPU, and torch sees none")
-    started = time.monotonic()
     folder = config.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     ceiling_file = folder / "ceiling.json"
     if not ceiling_file.exists():
         ceiling_file.write_text(json.dumps(measure_ceiling() | {"method": METHOD_VERSION}) + "\n")
         torch.cuda.empty_cache()
-    for shape in SHAPES:
-        if time.monotonic() - started < 60 * config.max_minutes:
-            run_shape(shape, folder / f"{shape.name}.out")
+    names = [f"{strategy}_{factor}_batch_{batch}" for strategy, factor, batch, _ in SHAPES]
+    makers = {n: partial(train_shape, *shape) for n, shape in zip(names, SHAPES, strict=True)}
+    make_logs(makers, folder, max_minutes=config.max_minutes)
     table = bench_table(folder)
     (folder / "bench.md").write_text(table + "\n")
     print(table)

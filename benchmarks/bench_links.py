@@ -13,29 +13,29 @@ bandwidth, (n-1)/n × bytes of the whole tensor ÷ seconds for n ranks: what eac
 carries (nccl-tests, doc/PERFORMANCE.md).
 """
 
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cli import parse_flags, refuse  # noqa: E402
-from distributed import World, sharded_world  # noqa: E402
-from links import MESSAGE_SHAPES, SHAPES, TRANSPORTS  # noqa: E402
-from memory import MODEL_VOCAB_SIZE  # noqa: E402
-from model_config import build_config, count_block_params  # noqa: E402
-from run_log import SCHEMA_VERSION, LogWriter, read_run  # noqa: E402
-from utils import device_name, nccl_environment, source_version, versions  # noqa: E402
+from make_logs import make_logs, run_script
+
+from cli import parse_flags, refuse
+from distributed import World, sharded_world
+from links import MESSAGE_SHAPES, SHAPES, TRANSPORTS
+from memory import MODEL_VOCAB_SIZE
+from model_config import build_config, count_block_params
+from run_log import SCHEMA_VERSION, LogWriter
+from utils import device_name, nccl_environment, source_version, versions
 
 METHOD_VERSION = 1
 NUM_WINDOWS = 5
@@ -60,8 +60,8 @@ class BenchConfig:
     """Make only the logs with this in their name: bandwidth, simulated, NVLink, all_10, …"""
     tiny: bool = False
     """Messages and a model small enough for a CPU (gloo), to see that all of it runs."""
-    measure: str = ""
-    """Time the collectives (for the ranks that this script starts): the transport they take."""
+    measure: Path | None = None
+    """Time the collectives (for the ranks that this script starts), in this log."""
 
 
 def message_sizes(tiny: bool) -> dict[int, str]:
@@ -129,57 +129,37 @@ def measure(log: LogWriter, tiny: bool) -> None:
             log.record("End", {"status": "completed"})
 
 
-def plan(config: BenchConfig) -> dict[str, tuple[dict[str, str], list[str]]]:
-    """Name of each log -> (environment, script and flags), in order."""
-    jobs: dict[str, tuple[dict[str, str], list[str]]] = {}
-    for name, environment in TRANSPORTS.items():
-        command = ["benchmarks/bench_links.py", *["--tiny"] * config.tiny, "--measure", name]
-        command += ["--output-dir", os.path.relpath(config.output_dir, REPOSITORY)]
-        jobs[f"bandwidth {name}"] = environment, command
-    shapes = (("all", 1),) if config.tiny else SHAPES
-    more = TINY_FLAGS if config.tiny else ""
-    alone = {"WORLD_SIZE": str(NUM_RANKS)}
-    for name, environment in {"simulated": alone, **TRANSPORTS}.items():
-        script = "benchmarks/simulated_train.py" if name == "simulated" else "train_fsdp.py"
-        few = config.tiny or "sockets" in name
-        windows = WINDOW_STEPS_SOCKETS if few else WINDOW_STEPS
+def plan(tiny: bool) -> dict[str, Callable[[Path], str]]:
+    """What makes each log, by name, in order."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    shapes = (("all", 1),) if tiny else SHAPES
+    own = [*launch, "benchmarks/bench_links.py", *["--tiny"] * tiny]
+    makers: dict[str, Callable[[Path], str]] = {
+        f"bandwidth {name}": partial(run_script, own, log_flag="--measure", environment=environment)
+        for name, environment in TRANSPORTS.items()
+    }
+    for name, environment in {"simulated": {"WORLD_SIZE": str(NUM_RANKS)}, **TRANSPORTS}.items():
+        alone = name == "simulated"
+        script = ["benchmarks/simulated_train.py"] if alone else [*launch, "train_fsdp.py"]
+        windows = WINDOW_STEPS_SOCKETS if tiny or "sockets" in name else WINDOW_STEPS
         for (strategy, factor), window in zip(shapes, windows, strict=False):
-            flags = f"--scaling-strategy {strategy} --scaling-factor {factor} --no-digest {more}"
+            flags = f"--scaling-strategy {strategy} --scaling-factor {factor} --no-digest"
             flags += f" --logging-frequency {window} --training-steps {4 * window}"
-            jobs[f"{name} {strategy} {factor}"] = environment, [script, *flags.split()]
-    return {name.replace(" ", "_"): job for name, job in jobs.items()}
-
-
-def run_job(environment: dict[str, str], command: list[str], log: Path) -> None:
-    """Make one log, unless it is complete."""
-    if log.exists() and read_run(log).status in ("completed", "out_of_memory"):
-        return
-    log.unlink(missing_ok=True)
-    launch = [sys.executable]
-    if "WORLD_SIZE" not in environment:
-        launch += ["-m", "torch.distributed.run", "--standalone"]
-        launch += ["--nproc-per-node", str(NUM_RANKS)]
-    if "--measure" not in command:
-        command = [*command, "--log-file", os.path.relpath(log, REPOSITORY)]
-    started, where = time.monotonic(), os.environ | environment
-    done = subprocess.run([*launch, *command], cwd=REPOSITORY, env=where, stdout=subprocess.DEVNULL)
-    seconds = time.monotonic() - started
-    print(f"{log.stem}: {seconds:.0f} s, status {done.returncode}", file=sys.stderr)
+            words = [*script, *flags.split(), *(TINY_FLAGS.split() if tiny else ())]
+            make = partial(run_script, words, environment=environment)
+            makers[f"{name} {strategy} {factor}"] = make
+    return {name.replace(" ", "_"): make for name, make in makers.items()}
 
 
 def main(config: BenchConfig) -> None:
     """Make all logs that time allows; or, as one of the ranks, time the collectives."""
-    folder = config.output_dir
-    if config.measure:
-        log = LogWriter(folder / f"bandwidth_{config.measure}.out".replace(" ", "_"))
-        measure(log, config.tiny)
+    if config.measure is not None:
+        measure(LogWriter(config.measure), config.tiny)
         return
     if not config.tiny and torch.cuda.device_count() < NUM_RANKS:
         refuse("this benchmark needs two GPUs; --tiny runs it on a CPU")
-    started = time.monotonic()
-    for name, (environment, command) in plan(config).items():
-        if config.only in name and time.monotonic() - started < 60 * config.max_minutes:
-            run_job(environment, command, folder / f"{name}.out")
+    makers = {name: make for name, make in plan(config.tiny).items() if config.only in name}
+    make_logs(makers, config.output_dir, max_minutes=config.max_minutes)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,24 @@ on. Ends with the figure and the tables.
 """
 
 import contextlib
-import os
-import subprocess
 import sys
-import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import matplotlib
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cli import parse_flags, refuse  # noqa: E402
-from figures import what_fits_tables  # noqa: E402
-from fit_report import plot_what_fits, read_searches, simulated_bests  # noqa: E402
-from run_log import read_run  # noqa: E402
-from search import Search, SearchConfig  # noqa: E402
+from make_logs import flags_of, make_logs, run_script
+
+from cli import parse_flags, refuse
+from figures import what_fits_tables
+from fit_report import plot_what_fits, read_searches, simulated_bests
+from run_log import read_run
+from search import Search, SearchConfig
 
 EARLIER_LIMIT_GIB = 91.7  # of the GH200 on which the earlier experiment found 19 and 24
 STEPS = 5
@@ -57,108 +58,69 @@ class WhatFitsConfig:
     """Where the figure is drawn."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One log: a search, or five steps at the answer of another one."""
-
-    name: str
-    search: SearchConfig = field(default_factory=SearchConfig)
-    world_size: int = 1
-    answer_of: str = ""
-
-
-def plan(config: WhatFitsConfig) -> list[Job]:
-    """All jobs, in order: each is of use without those after it."""
+def plan(config: WhatFitsConfig) -> dict[str, Callable[[Path], str]]:
+    """What makes each log, by name, in order: each is of use without those after it."""
     base = SearchConfig(
-        high=config.high,
-        sequence_length=config.sequence_length,
+        high=config.high, sequence_length=config.sequence_length,
         tokenizer_name_or_path=config.tokenizer_name_or_path,
         memory_limit_gib=config.memory_limit_gib,
-    )
-    jobs = []
+    )  # fmt: skip
+    makers: dict[str, Callable[[Path], str]] = {}
     for strategy in ("all", "n_layers"):
         one = replace(base, scaling_strategy=strategy)
+        makers[f"load_{strategy}"] = partial(search_alone, one)
         limited = replace(one, memory_limit_gib=EARLIER_LIMIT_GIB)
-        jobs += [Job(f"load_{strategy}", one), Job(f"load_{strategy}_limited", limited)]
+        makers[f"load_{strategy}_limited"] = partial(search_alone, limited)
+    base = replace(base, mode="train")
     for world_size in WORLD_SIZES:
-        many = replace(base, mode="train", activation_checkpointing="full")
-        jobs.append(Job(f"simulated_{world_size}", many, world_size))
-    for strategy in ("all", "n_layers"):
-        for mode in ("full", "selective", "none"):
-            name = f"{strategy}_{mode}"
-            one = replace(base, scaling_strategy=strategy, mode="train")
-            one = replace(one, activation_checkpointing=mode)
-            jobs.append(Job(f"train_{name}", one))
-            jobs.append(Job(f"steps_{name}", one, answer_of=f"train_{name}"))
-    for strategy, factor, rows in MEASURED:
-        for compiled in (False, True):
-            for mode in ("none", "selective", "full"):
-                one = replace(base, scaling_strategy=strategy, low=factor, high=factor)
-                one = replace(one, batch_size=rows, mode="train", compile=compiled)
-                name = f"measured_{strategy}_{factor}_rows_{rows}_{mode}{'_compiled' * compiled}"
-                jobs.append(Job(name, replace(one, activation_checkpointing=mode)))
-    return [job for job in jobs if config.only in job.name]
+        many = replace(base, activation_checkpointing="full")
+        makers[f"simulated_{world_size}"] = partial(search_here, many, world_size)
+    for strategy, mode in product(("all", "n_layers"), ("full", "selective", "none")):
+        one = replace(base, scaling_strategy=strategy, activation_checkpointing=mode)
+        makers[f"train_{strategy}_{mode}"] = partial(search_alone, one)
+        answer = config.output_dir / f"train_{strategy}_{mode}.out"
+        makers[f"steps_{strategy}_{mode}"] = partial(train_at_answer, one, answer)
+    for (strategy, factor, rows), compiled in product(MEASURED, (False, True)):
+        for mode in ("none", "selective", "full"):
+            one = replace(base, scaling_strategy=strategy, low=factor, high=factor, batch_size=rows,
+                          compile=compiled, activation_checkpointing=mode)  # fmt: skip
+            name = f"measured_{strategy}_{factor}_rows_{rows}_{mode}{'_compiled' * compiled}"
+            makers[name] = partial(search_here, one, 1)
+    return {name: make for name, make in makers.items() if config.only in name}
 
 
-def is_done(log: Path) -> bool:
-    """Whether a log ended, and not in a failure."""
-    return log.exists() and read_run(log).status in ("completed", "out_of_memory")
+def search_here(search: SearchConfig, world_size: int, log: Path) -> str:
+    """A search that has no script of its own: of one size, or on simulated ranks."""
+    with contextlib.redirect_stdout(sys.stderr):
+        return Search(replace(search, log_file=log), world_size).run()
 
 
-def run_job(job: Job, folder: Path) -> None:
-    """Make one log, unless it is complete."""
-    log = folder / f"{job.name}.out"
-    if is_done(log):
-        return
-    log.unlink(missing_ok=True)
-    started = time.monotonic()
-    if job.world_size > 1 or job.search.low == job.search.high:  # no search: no script of its own
-        with contextlib.redirect_stdout(sys.stderr):
-            Search(replace(job.search, log_file=log), job.world_size).run()
-    else:
-        command = steps_command(job, folder) if job.answer_of else search_command(job.search)
-        if command is None:
-            return
-        command += ["--log-file", os.path.relpath(log, REPOSITORY)]
-        subprocess.run([sys.executable, *command], cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-    print(f"{job.name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
-
-
-def search_command(search: SearchConfig) -> list[str]:
-    """The script and its flags."""
-    command = ["load_model_no_fsdp.py", "--compile" if search.compile else "--no-compile"]
+def search_alone(search: SearchConfig, log: Path) -> str:
+    """A search by its script."""
     names = "scaling_strategy low high mode sequence_length batch_size activation_checkpointing"
-    names += " tokenizer_name_or_path memory_limit_gib"
-    for name in names.split():
-        if getattr(search, name) is not None:
-            command += ["--" + name.replace("_", "-"), str(getattr(search, name))]
-    return command
+    flags = flags_of(search, f"{names} tokenizer_name_or_path memory_limit_gib")
+    compiled = "--compile" if search.compile else "--no-compile"
+    return run_script(["load_model_no_fsdp.py", compiled, *flags], log)
 
 
-def steps_command(job: Job, folder: Path) -> list[str] | None:
-    """Five steps of train.py at the answer of a search; None where nothing fits."""
-    log = folder / f"{job.answer_of}.out"
-    best = (read_run(log).end or {}).get("best_factor") if log.exists() else None
+def train_at_answer(search: SearchConfig, answer: Path, log: Path) -> str:
+    """Five steps of train.py at the answer of a search."""
+    best = (read_run(answer).end or {}).get("best_factor") if answer.exists() else None
     if best is None:
-        return None
-    command = ["train.py", "--training-steps", str(STEPS), "--logging-frequency", "1"]
-    command += ["--no-digest", "--scaling-factor", str(best)]
+        return f"{answer.name} has no answer"
     names = "scaling_strategy sequence_length activation_checkpointing tokenizer_name_or_path"
-    for name in names.split():
-        command += ["--" + name.replace("_", "-"), str(getattr(job.search, name))]
-    return command
+    words = f"train.py --training-steps {STEPS} --logging-frequency 1 --no-digest --scaling-factor"
+    return run_script([*words.split(), str(best), *flags_of(search, names)], log)
 
 
 def main(config: WhatFitsConfig) -> None:
     """Run all that time allows; draw the figure, write and print the tables."""
-    started, folder = time.monotonic(), config.output_dir
-    for job in plan(config):
-        if time.monotonic() - started < 60 * config.max_minutes:
-            try:
-                run_job(job, folder)
-            except ValueError as error:  # the device is not free, or the inputs are unusable
-                refuse(error)
-    if not folder.exists() or not read_searches(folder):
+    folder = config.output_dir
+    try:
+        make_logs(plan(config), folder, max_minutes=config.max_minutes)
+    except ValueError as error:  # the device is not free, or the inputs are unusable
+        refuse(error)
+    if not read_searches(folder):
         refuse(f"no search was run: {folder} holds none")
     if simulated_bests(folder):
         plot_what_fits(folder, config.figure)

@@ -213,7 +213,7 @@ def test_real_eos_counts_where_pad_is_eos(corpus: Corpus, tmp_path: Path) -> Non
     content["model"]["vocab"]["<filler>"] = content["model"]["vocab"].pop("<pad>")
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.pad_id == tokenizer.eos_id == EOS
+    assert (tokenizer.pad_id,) == tokenizer.suffix == (EOS,)
     num_eos = 0
     for step in take(corpus, tokenizer, num_steps=20, packing=False):
         for inputs, labels in zip(step.input_ids_RT, step.labels_RT, strict=True):
@@ -234,8 +234,8 @@ def test_sample_has_99_pct_training_tokens(tekken: Tokenizer) -> None:
     for step in steps:
         next_ids_RT = step.input_ids_RT[:, 1:]
         masked = step.labels_RT[:, :-1] == -100
-        assert (next_ids_RT[masked] == tekken.bos_id).all()
-        assert (next_ids_RT[~masked] != tekken.bos_id).all()
+        assert (next_ids_RT[masked] == tekken.prefix[0]).all()
+        assert (next_ids_RT[~masked] != tekken.prefix[0]).all()
 
 
 def test_every_document_once_a_pass_and_each_pass_anew(byte_tokenizer: Tokenizer) -> None:
@@ -434,7 +434,7 @@ def test_huge_lines_are_tokenized_in_pieces(tekken: Tokenizer, text: str) -> Non
     assert len(pieces) > 1
     assert max(map(len, pieces)) <= PIECE_CHARS
     ids = tekken.encode(text)
-    assert (ids[0], ids[-1]) == (tekken.bos_id, tekken.eos_id)
+    assert (ids[0], ids[-1]) == (*tekken.prefix, *tekken.suffix)
     assert 10 < len(ids) < len(text) * 2
 
 
@@ -621,9 +621,9 @@ def test_tekken_is_what_the_library_gives(tekken: Tokenizer) -> None:
     from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
     library = MistralTokenizer.v3(is_tekken=True).instruct_tokenizer.tokenizer
-    assert (tekken.vocab_size, tekken.bos_id, tekken.eos_id) == (131_072, 1, 2)
+    assert (tekken.vocab_size, tekken.prefix, tekken.suffix) == (131_072, (1,), (2,))
     assert tekken.vocab_size == library.n_words
-    assert (tekken.bos_id, tekken.eos_id) == (library.bos_id, library.eos_id)
+    assert (*tekken.prefix, *tekken.suffix) == (library.bos_id, library.eos_id)
     texts = pq.read_table(SAMPLE).column("text").to_pylist()[:200]
     for text in ["Hello world", "</s> is no token in a text", "\U0001f600 \u4e2d\n\n", *texts]:
         assert tekken.encode(text) == library.encode(text, bos=True, eos=True)
@@ -640,7 +640,7 @@ def test_tokenizer_file_and_folder(path: Path) -> None:
     tokenizer = load_tokenizer(str(path))
     backend = tokenizers.Tokenizer.from_file(str(TOKENIZER_FILE))
     assert tokenizer.vocab_size == 512
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (BOS, EOS, PAD)
+    assert (tokenizer.prefix, tokenizer.suffix, tokenizer.pad_id) == ((BOS,), (EOS,), PAD)
     for text in ("Call me Ishmael.", "", " \n", "\u4e2d"):
         assert tokenizer.encode(text) == backend.encode(text).ids
     assert pickle.loads(pickle.dumps(tokenizer)).encode("whale") == tokenizer.encode("whale")
@@ -662,7 +662,7 @@ def test_a_tokenizer_without_bos_and_eos(tmp_path: Path, corpus: Corpus) -> None
     content = json.loads(TOKENIZER_FILE.read_text()) | {"post_processor": None}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer(str(tmp_path))
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, None)
+    assert (tokenizer.prefix, tokenizer.suffix) == ((), ())
     steps = take(corpus, tokenizer, num_steps=20)
     tokens, is_first = reference_stream(corpus, tokenizer, row=0, global_rows=6, seed=3)
     inputs = np.stack([step.input_ids_RT[0].numpy() for step in steps])
