@@ -21,6 +21,7 @@ from typing import Any
 import matplotlib
 
 import fit_report
+import loss_ablation
 from analysis import SKIP_STEPS, facts, load_published, load_runs, mean_metrics
 from cli import parse_flags, refuse
 from comparison import scaling_section
@@ -35,6 +36,7 @@ MODEL_SIZES: tuple[tuple[ScalingStrategy, int], ...] = (
     *(("all", factor) for factor in (1, 2, 4, 6, 8, 10, 12, 14, 17, 19)),
     *(("n_layers", factor) for factor in (1, 24)),
 )
+LOSS_FIGURE = Path("plots/published/loss_comparison.png")
 WHAT_FITS_FIGURE = Path("plots/published/what_fits.png")
 
 
@@ -217,14 +219,17 @@ def parity(published: Path) -> str:
     if not (table := parity_table(published / "cpu" / "parity")):
         return ""
     verdicts = []
-    for where, device in (("the CPU", "cpu"), ("one H200", "h200")):
+    for where, device in (("CPU ranks", "cpu"), ("H200s", "h200")):
         found = [each.verdict for _, each in parity_comparisons(published / device / "parity")]
-        equal = f"{found.count('equal')} of {len(found)}"
+        ranks = {facts(run).gpus for run in load_runs(published / device / "parity")[0]}
+        one = ", all on one rank, which shards nothing" * (ranks == {1})
+        equal = f"{found.count('equal')} of {len(found)} on {where}{one}"
         none = f"no series on {where} is published yet (LOG.md has what was tried)"
-        verdicts.append(f"{equal} on {where}" if found else none)
+        verdicts.append(equal if found else none)
     on_gpus, faults = _gpu_parity(published / "h200" / "parity"), _fault_table(published)
-    verdict = "; ".join(verdicts)
-    return told("parity", verdicts=verdict, on_gpus=on_gpus, table=table, faults=faults)
+    commits = _commits(load_runs(published / "cpu" / "parity")[0])
+    return told("parity", verdicts="; ".join(verdicts), on_gpus=on_gpus, table=table, faults=faults,
+                commits=commits)  # fmt: skip
 
 
 def _gpu_parity(folder: Path) -> str:
@@ -234,12 +239,20 @@ def _gpu_parity(folder: Path) -> str:
     series = "two-gpus" if any(facts(run).gpus > 1 for run in runs) else "one-gpu"
     ends = [run.end for run in runs if run.end and facts(run).model_dtype == "bf16"]
     moved_pct = 100 * min((end["digest"]["moved_share"] for end in ends), default=math.nan)
-    words = told("parity: GPUs", devices=_devices(runs), series=series, moved_pct=moved_pct)
+    words = told("parity: GPUs", devices=_devices(runs), series=series, moved_pct=moved_pct,
+                 commits=_commits(runs), figure=LOSS_FIGURE)  # fmt: skip
     return f"{words}\n\n{table}\n\n"
 
 
 def _devices(runs: Sequence[RunLog]) -> str:
     return "; ".join(sorted({f"{facts(r).device}, torch {facts(r).torch_version}" for r in runs}))
+
+
+def _commits(runs: Sequence[RunLog]) -> str:
+    """Commits that runs were made at."""
+    records = [run.run or {} for run in runs]
+    named = {r["commit"][:7] + " with changes" * bool(r["dirty"]) for r in records}
+    return ", ".join(sorted(named))
 
 
 def _fault_table(published: Path) -> str:
@@ -310,6 +323,10 @@ def main(config: FiguresConfig) -> None:
         fit_report.plot_what_fits(fits, config.readme.parent / WHAT_FITS_FIGURE)
     if stale:
         config.readme.write_text(text, encoding="utf-8")
+    of_all_8 = [each for name, each in parity_comparisons(config.published / "h200" / "parity")
+                if name.startswith("`all` 8 bf16, 1 ×")]  # fmt: skip
+    if of_all_8:
+        loss_ablation.plot_comparison(of_all_8[0], config.readme.parent / LOSS_FIGURE)
     plot_projection(config.published / "h200" / "links", config.readme.parent / FIGURE)
     print(f"{config.readme}: rewrote {', '.join(stale) or 'nothing, all blocks are up to date'}")
 

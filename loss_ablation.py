@@ -8,6 +8,7 @@ bad input), 4 cannot tell. How it judges: parity.py.
 """
 
 import dataclasses
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,7 +73,10 @@ def main(config: AblationConfig) -> int:
         except OSError as error:  # the verdict stands without its picture
             print(f"no figure: {path}: {error.strerror}", file=sys.stderr)
     weak = comparison.moved_share is not None and comparison.moved_share < parity.MIN_MOVED_SHARE
-    proviso = " (of the weights it proves little: few of them moved)" if weak else ""
+    provisos = [f"{100 * (comparison.moved_share or 0):.0f} % of the weights moved"] * weak
+    if comparison.num_sharp < len(comparison.losses):
+        provisos.append(f"the floor is narrow at {comparison.num_sharp} steps")
+    proviso = f" (but only {', and '.join(provisos)})" if provisos else ""
     print(f"Verdict: {comparison.verdict.upper()}: {comparison.reason}{proviso}")
     return comparison.exit_status
 
@@ -161,8 +165,9 @@ def describe_rest(fsdp: Runs, references: Runs, comparison: parity.Comparison) -
         gap = parity.worst(gaps)
         name = "grad norm" if gaps is norms else "weights"
         yield (
-            f"{name}, {gap.where}: {gap.fsdp:.6f} against {gap.reference:.6f}, relative difference "
-            f"{gap.difference:.2e}, {gap.ratio:.3g} × its floor {gap.floor:.2e}"
+            f"{name}, most floors wide at {gap.where}: relative difference {gap.difference:.2e}, "
+            f"{gap.ratio:.3g} × its floor {gap.floor:.2e} ({gap.fsdp:.6f} against "
+            f"{gap.reference:.6f})"
         )
     if comparison.moved_share is not None:
         yield f"weights that moved at all: {100 * comparison.moved_share:.1f} %"
@@ -217,14 +222,17 @@ def headline(comparison: parity.Comparison) -> str:
     finding = f"Largest loss difference {gap.difference:.2g} at {gap.where}: "
     if comparison.verdict == "cannot tell":
         return finding + f"cannot tell\n({comparison.reason})"
+    others = {"grad norm": comparison.grad_norms, "final weights": comparison.weights}
+    outside = [k for k, gaps in others.items() if gaps and parity.worst(gaps).ratio > parity.FACTOR]
     inside = parity.worst(comparison.losses).ratio <= parity.FACTOR
     limit = f"{parity.FACTOR:g} × the {comparison.floor_name}"
     finding += f"{'inside' if inside else 'outside'} {limit}"
-    return finding + ("\n(but the runs are not equal: see the grad norm and the final weights)"
-                      if inside and comparison.verdict == "not equal" else "")  # fmt: skip
+    but = f"\n(but the runs are not equal, by the {' and the '.join(outside)})"
+    return finding + but * (inside and bool(outside))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader of the output may leave
     try:
         status = main(parse_flags(AblationConfig))
     except ValueError as error:

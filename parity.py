@@ -9,7 +9,7 @@ the loss, the grad norm and the final weights. Reads no file and prints nothing.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,8 @@ from run_log import LegacyFacts, RunLog
 FACTOR = 4.0
 MIN_REFERENCES = 3
 MIN_MOVED_SHARE = 0.9
+# A floor beyond which a fault could hide: of the loss, and of the grad norm, relative.
+SHARP_LOSS, SHARP_NORM = 0.01, 0.25
 LOSS_DECIMALS = 6  # of a log with a Run record; an older one shows how many it has
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 ALL_WEIGHTS = "all parameters"
@@ -84,6 +86,15 @@ class Comparison:
     def exit_status(self) -> int:
         """0 equal, 1 not equal, 2 not comparable, 4 cannot tell."""
         return EXIT_STATUS[self.verdict]
+
+    @property
+    def num_sharp(self) -> int:
+        """Steps, from the first, at which the floor is narrow; after them equality shows little."""
+        wide = (
+            loss.floor > SHARP_LOSS * abs(loss.reference) or norm.floor > SHARP_NORM
+            for loss, norm in zip(self.losses, self.grad_norms, strict=bool(self.grad_norms))
+        )
+        return next((steps for steps, is_wide in enumerate(wide) if is_wide), len(self.losses))
 
     @property
     def floor_name(self) -> str:
@@ -330,10 +341,17 @@ def compare(fsdp: Sequence[RunLog], references: Sequence[RunLog]) -> Comparison:
     shares = [_digest(run)["moved_share"] for run in runs if kinds["final weights"]]
     moved_share = min(shares, default=None)
     notes += _notes_on(fsdp, references, moved_share=moved_share)
-    return Comparison(
+    found = Comparison(
         verdict, reason, *kinds.values(), moved_share=moved_share, mismatches=unequal,
         notes=tuple(notes), num_references=len(references), decimals=precision.decimals,
     )  # fmt: skip
+    if found.num_sharp == len(steps):
+        return found
+    note = (
+        f"from step {steps[found.num_sharp]} on the floor is wider than {100 * SHARP_LOSS:g} % "
+        f"of the loss or {100 * SHARP_NORM:g} % of the grad norm: equal shows little there"
+    )
+    return replace(found, notes=(*notes, note))  # fmt: skip
 
 
 def _notes_on(
@@ -398,18 +416,23 @@ def _judge(
 
 TABLE_HEAD = (
     "| configuration | largest loss difference | floor | relative grad-norm difference | floor "
-    "| relative weight difference | floor | largest difference ÷ floor | verdict |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| relative weight difference | floor | most floors, of what | narrow floor | verdict |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def format_row(name: str, comparison: Comparison) -> str:
-    """One row of the markdown table under ``TABLE_HEAD``; a floor is the one at that place."""
+    """One row of the markdown table under ``TABLE_HEAD``; a floor is the one at that place.
+
+    The narrow floor: at how many of the steps (`Comparison.num_sharp`).
+    """
     cells = []
     kinds = (comparison.losses, comparison.grad_norms, comparison.weights)
     for gaps in (*kinds[:2], kinds[2][:1]):
         gap = largest(gaps) if gaps else None
         cells += [f"{gap.difference:.2e}", f"{gap.floor:.2e}"] if gap else ["n/a", "n/a"]
-    ratios = [worst(gaps).ratio for gaps in kinds if gaps]
-    cells += [f"{max(ratios):.3g}" if ratios else "n/a", comparison.verdict]
+    names = ("loss", "grad norm", "weights")
+    ratios = [(worst(gaps).ratio, name) for gaps, name in zip(kinds, names, strict=True) if gaps]
+    cells += ["{:.3g}, {}".format(*max(ratios)) if ratios else "n/a"]
+    cells += [f"{comparison.num_sharp} of {len(comparison.losses)} steps", comparison.verdict]
     return f"| {' | '.join([name, *cells])} |"

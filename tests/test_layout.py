@@ -63,7 +63,8 @@ ROOMS: dict[str, tuple[str, str]] = {
         "numpy pandas seaborn matplotlib tyro",
     ),
     "figures": (
-        f"{LOG_ROOMS} tables cli memory analysis parity comparison fit_report link_report",
+        f"{LOG_ROOMS} tables cli memory analysis parity loss_ablation comparison fit_report "
+        "link_report",
         "numpy pandas matplotlib",
     ),
 }

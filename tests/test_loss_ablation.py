@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -343,6 +344,33 @@ def test_few_moved_weights_prove_little(tmp_path: Path, references: list[Path]) 
     comparison = judge([run.write(tmp_path / "f.out")], references)
     assert comparison.moved_share == 0.16
     assert any("16 % of the weights" in note for note in comparison.notes)
+
+
+def test_references_that_part_show_little(tmp_path: Path, references: list[Path]) -> None:
+    run = Run(batch_size=2, seed=2)
+    run.grad_norms[12] *= 4
+    wide = [*references[:2], run.write(tmp_path / "wide.out")]
+    path = fsdp_run().write(tmp_path / "f.out")
+    assert judge([path], references).num_sharp == STEPS
+    comparison = judge([path], wide)
+    assert (comparison.verdict, comparison.num_sharp) == ("equal", 11)
+    assert any("from step 12 on the floor is wider" in note for note in comparison.notes)
+    assert "| 11 of 20 steps | equal |" in format_row("2 ranks", comparison)
+    run.grad_norms[12] /= 4
+    run.losses[14] += 0.1
+    wide[2] = run.write(tmp_path / "other.out")
+    assert judge([path], wide).num_sharp == 13
+
+
+def test_a_reader_of_the_output_may_leave(tmp_path: Path, references: list[Path]) -> None:
+    path = fsdp_run().write(tmp_path / "f.out")
+    command = ["loss_ablation.py", "--fsdp-logs", path, "--no-fsdp-logs", *references]
+    command += ["--output-dir", tmp_path]
+    line = f"{shlex.join(map(str, [sys.executable, *command]))} | head -1"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout and not done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("wrong_side", ["fsdp", "reference"])

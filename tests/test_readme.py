@@ -69,8 +69,9 @@ def test_a_stale_block_is_found_and_mended(tmp_path: Path) -> None:
     subprocess.run(command, check=True, **options)
     assert readme.read_text(encoding="utf-8") == README
     assert subprocess.run(check, **options).returncode == 0
-    drawn, published = (imread(folder / figures.WHAT_FITS_FIGURE) for folder in (tmp_path, ROOT))
-    assert drawn.shape == published.shape and (drawn == published).all(), "run make figures"
+    for figure in (figures.WHAT_FITS_FIGURE, figures.LOSS_FIGURE):
+        drawn, published = (imread(folder / figure) for folder in (tmp_path, ROOT))
+        assert drawn.shape == published.shape and (drawn == published).all(), "run make figures"
 
 
 @pytest.mark.parametrize(
