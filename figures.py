@@ -21,11 +21,11 @@ from typing import Any
 import matplotlib
 
 import fit_report
-import loss_ablation
 from analysis import SKIP_STEPS, facts, load_published, load_runs, mean_metrics
 from cli import parse_flags, refuse
 from comparison import scaling_section
 from link_report import FIGURE, link_section, plot_projection
+from loss_figure import plot_comparison
 from memory import MODEL_VOCAB_SIZE
 from model_config import ScalingStrategy, build_config, count_params
 from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
@@ -326,7 +326,7 @@ def main(config: FiguresConfig) -> None:
     of_all_8 = [each for name, each in parity_comparisons(config.published / "h200" / "parity")
                 if name.startswith("`all` 8 bf16, 1 ×")]  # fmt: skip
     if of_all_8:
-        loss_ablation.plot_comparison(of_all_8[0], config.readme.parent / LOSS_FIGURE)
+        plot_comparison(of_all_8[0], config.readme.parent / LOSS_FIGURE)
     plot_projection(config.published / "h200" / "links", config.readme.parent / FIGURE)
     print(f"{config.readme}: rewrote {', '.join(stale) or 'nothing, all blocks are up to date'}")
 

@@ -53,7 +53,8 @@ ROOMS: dict[str, tuple[str, str]] = {
     "load_model_no_fsdp": ("cli distributed search", "torch"),
     "analysis": (f"{LOG_ROOMS} breakdown", "numpy pandas"),
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
-    "loss_ablation": (f"{LOG_ROOMS} cli analysis parity", "numpy pandas seaborn matplotlib tyro"),
+    "loss_figure": (f"{LOG_ROOMS} analysis parity", "numpy matplotlib"),
+    "loss_ablation": (f"{LOG_ROOMS} cli analysis parity loss_figure", "numpy pandas tyro"),
     "fit_report": (f"{LOG_ROOMS} memory", "seaborn matplotlib"),
     "link_report": (f"{LOG_ROOMS} links tables", "seaborn matplotlib"),
     "study": (f"{LOG_ROOMS} analysis", "numpy pandas"),
@@ -63,7 +64,7 @@ ROOMS: dict[str, tuple[str, str]] = {
         "numpy pandas seaborn matplotlib tyro",
     ),
     "figures": (
-        f"{LOG_ROOMS} tables cli memory analysis parity loss_ablation comparison fit_report "
+        f"{LOG_ROOMS} tables cli memory analysis parity loss_figure comparison fit_report "
         "link_report",
         "numpy pandas matplotlib",
     ),
