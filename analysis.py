@@ -6,6 +6,7 @@ earlier implementation, only whether a run used FSDP may come from the name of i
 of those logs counted the parameters of one rank's shard; the logged ones stand beside them.
 """
 
+import itertools
 import json
 import statistics
 from collections.abc import Sequence
@@ -186,11 +187,15 @@ def _peak(run: RunLog, record: dict[str, Any]) -> tuple[float | None, str]:
 def mean_metrics(run: RunLog, *, skip_steps: int | None = None) -> Metrics:
     """Means over the logged steps after ``skip_steps`` (default: 10; of older logs 1).
 
+    A log line tells of the steps since the line before: one that reaches back into the warm-up is
+    left out, unless there is no other.
     MFU and TFLOPs from the configuration are None where the log does not name model and device.
     """
     if skip_steps is None:
         skip_steps = SKIP_STEPS if run.runs else SKIP_STEPS_LEGACY
-    steps = [step for step in run.steps if step.step > skip_steps]
+    later = [step for step in run.steps if step.step > skip_steps]
+    begins = {step.step: before.step for before, step in itertools.pairwise(run.steps)}
+    steps = [each for each in later if begins.get(each.step, 0) >= skip_steps] or later
 
     def values(name: str) -> list[float]:
         return [value for step in steps if (value := getattr(step, name)) is not None]

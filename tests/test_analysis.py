@@ -174,6 +174,18 @@ def test_facts_and_metrics_of_a_run(write: Write) -> None:
     assert mean_metrics(run, skip_steps=12).tokens_per_s == 450.0
 
 
+def test_a_window_that_reaches_into_the_warm_up_is_left_out(write: Write) -> None:
+    run = read_run(write([1.0, 2.0, 40.0, 60.0]))
+
+    def averaged(*numbers: int) -> float | None:
+        steps = [replace(step, step=n) for step, n in zip(run.steps, numbers, strict=False)]
+        return mean_metrics(replace(run, steps=steps)).tokens_per_s
+
+    assert averaged(1, 100, 200, 300) == 50.0  # step 100 tells of steps 2 to 100
+    assert averaged(1, 10, 20, 30) == 50.0
+    assert averaged(1, 100) == 2.0, "there is no other"
+
+
 def test_what_is_not_known_is_none(write: Write) -> None:
     short = mean_metrics(read_run(write([5.0, 6.0])))
     assert short.num_steps == 0
