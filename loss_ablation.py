@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import tyro
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 import parity
 from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, mean_metrics
@@ -24,12 +22,8 @@ from cli import parse_flags, refuse
 from run_log import RunLog, read_run
 
 MFU_TOLERANCE = 0.02
-METRICS = {
-    "tokens_per_sec": "tokens_per_s",
-    "training_tokens_pct": "training_tokens_pct",
-    "mfu": "mfu_pct_as_logged",
-    "tflops": "tflops_as_logged",
-}
+METRICS = {"tokens_per_sec": "tokens_per_s", "training_tokens_pct": "training_tokens_pct",
+           "mfu": "mfu_pct_as_logged", "tflops": "tflops_as_logged"}  # fmt: skip
 # Told apart with any colour vision (Okabe and Ito).
 FSDP_COLOR, REFERENCE_COLOR, MARK_COLOR = "#D55E00", "#0072B2", "#222222"
 Runs = Sequence[RunLog]
@@ -178,7 +172,7 @@ def plot_comparison(comparison: parity.Comparison, path: Path) -> None:
     plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
 
-    def label(axes: Axes, text: str, height: float, *, color: str, offset: int = 0) -> None:
+    def label(axes: plt.Axes, text: str, height: float, *, color: str, offset: int = 0) -> None:
         axes.annotate(text, (steps[-1], height), (8, offset), color=color, va="center",
                       textcoords="offset points", annotation_clip=False)  # fmt: skip
 
@@ -204,7 +198,7 @@ def plot_comparison(comparison: parity.Comparison, path: Path) -> None:
     colors = np.where(zero, "white", np.where(differences > limits, FSDP_COLOR, MARK_COLOR))
     bottom.scatter(steps, heights, 25, colors, edgecolors=MARK_COLOR, clip_on=False, zorder=3)
     ends = f" (○ no difference: {zero.sum()} of {len(steps)} steps)" if zero.any() else ""
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    bottom.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     bottom.set(yscale="log", ylim=(low, high), xlabel=f"Step{ends}", ylabel="|Loss difference|")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
