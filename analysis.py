@@ -28,8 +28,8 @@ SKIP_STEPS_LEGACY = 1
 # Flags that do not change how fast a step is.
 _NO_COST = {"training_steps", "learning_rate", "lr_warmup_steps", "grad_max_norm", "set_seed"}
 _NO_COST |= {"logging_frequency", "fail_on_nonfinite", "digest", "log_file", "dry_run", "resume"}
-_NO_COST |= {"checkpoint_dir", "keep"}
-_NO_COST |= {"profile_dir", "profile_step_start", "profile_step_end", "collective_timeout_s"}
+_NO_COST |= {"checkpoint_dir", "keep", "profile_dir", "profile_step_start", "profile_step_end"}
+_NO_COST |= {"collective_timeout_s"}
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 

@@ -105,10 +105,14 @@ def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
     if single and sharded:
         wall += " " + told("scaling: our wall", single=single, sharded=sharded)
     lines.append(wall)
-    theirs, mine = (_costs(rows, gpus) for rows, gpus in ((original, 2), (ours, 1)))
+    theirs, mine = (
+        [100 * with_fsdp.speed / without.speed for with_fsdp, without in pairs]
+        for pairs in (_pairs(original, 2), _pairs(ours, 1))
+    )
     if theirs and mine:
         lines.append(told("scaling: costs", theirs=_span(theirs), mine=_span(mine)))
-    if gaps := _memory_gaps(ours):
+    gaps = [with_fsdp.peak_gib - without.peak_gib for with_fsdp, without in _pairs(ours, 1)]
+    if gaps := [gap for gap in gaps if not math.isnan(gap)]:
         lines.append(told("scaling: memory", low=min(gaps), high=max(gaps)))
     return lines
 
@@ -121,22 +125,15 @@ def _largest(rows: Sequence[Any], *, fsdp: bool) -> Any:
     return max(_trained(rows, fsdp=fsdp), key=lambda row: row.factor, default=None)
 
 
-def _costs(rows: Sequence[Any], gpus: int) -> list[float]:
-    """Tokens/s per GPU with FSDP on some GPUs, in % of one GPU without, at each common size."""
-    alone = {row.factor: row.speed for row in _trained(rows, fsdp=False)}
+def _pairs(rows: Sequence[Any], gpus: int) -> list[tuple[Any, Any]]:
+    """(with FSDP on some GPUs, on one GPU without) at each size that trained both ways."""
+    alone = {row.factor: row for row in _trained(rows, fsdp=False)}
     sharded = [row for row in _trained(rows, fsdp=True) if row.gpus == gpus]
-    return [100 * row.speed / alone[row.factor] for row in sharded if row.factor in alone]
+    return [(row, alone[row.factor]) for row in sharded if row.factor in alone]
 
 
 def _span(values: Any) -> str:
     return f"{min(values):.0f} to {max(values):.0f}"
-
-
-def _memory_gaps(rows: Sequence[Any]) -> list[float]:
-    alone = {row.factor: row.peak_gib for row in _trained(rows, fsdp=False)}
-    sharded = [row for row in _trained(rows, fsdp=True) if row.gpus == 1 and row.factor in alone]
-    gaps = [row.peak_gib - alone[row.factor] for row in sharded]
-    return [gap for gap in gaps if not math.isnan(gap)]
 
 
 def breakdown_rows(runs: Sequence[RunLog]) -> list[list[str]]:

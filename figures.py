@@ -258,24 +258,18 @@ def _commits(runs: Sequence[RunLog]) -> str:
 def _fault_table(published: Path) -> str:
     runs, _ = load_runs(published / "cpu" / "faults")
     references = [run for run in runs if not facts(run).fsdp]
-    faults = [
+    rows = [TABLE_HEAD.replace("configuration", "fault")]
+    for run in sorted((run for run in runs if facts(run).fsdp), key=lambda run: run.path):
         # The log does not know of the fault that was planted: its name is that of the file.
-        format_row(
-            run.path.stem.removeprefix("fault_").replace("_", " "), compare([run], references)
-        )
-        for run in sorted(runs, key=lambda run: run.path)
-        if facts(run).fsdp
-    ]
-    return "\n".join([TABLE_HEAD.replace("configuration", "fault"), *faults])
+        name = run.path.stem.removeprefix("fault_").replace("_", " ")
+        rows.append(format_row(name, compare([run], references)))
+    return "\n".join(rows)
 
 
 # Block of README -> its heading, and what writes it, given the folder of published logs.
 BLOCKS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "bench": ("How fast, and how close to the chip", lambda logs: bench_table(logs / "h200/bench")),
-    "checkpoint": (
-        "What a checkpoint costs",
-        lambda logs: checkpoint_table(logs / "h200/checkpoint"),
-    ),
+    "checkpoint": ("What a checkpoint costs", lambda at: checkpoint_table(at / "h200/checkpoint")),
     "core-runs": ("What the training scripts do on one GPU", core_runs),
     "links": ("What does the link cost?", lambda logs: link_section(logs / "h200/links")),
     "parity": ("Is FSDP correct?", parity),

@@ -18,6 +18,7 @@ from run_log import RunLog, read_run
 MIN_PEAK_GIB = 10.0
 GPUS = (1, 2, 4, 8, 16, 32, 64)
 EARLIER_WALL = 14  # the largest `all` factor that the earlier experiment trained on any GPUs
+WHAT = ("scaling_strategy", "factor", "activation_checkpointing", "compile")
 STATE_BYTES = 8  # per parameter: bf16 parameter, gradient and two moments
 
 
@@ -65,19 +66,18 @@ def _prediction(probe: dict[str, Any]) -> list[str]:
 
 def error_rows(folder: Path) -> list[list[str]]:
     """A row per model that was trained on one device: the error of the memory model."""
-    probes = {}
+    rows = {}
     for run in read_searches(folder):
         batch = (run.run or {})["config"]["batch_size"]
         for probe in run.probes:
             large = probe["fits"] and probe["peak_gib"] > MIN_PEAK_GIB
             if large and probe["mode"] == "train" and not probe["simulated"]:
-                what = ("scaling_strategy", "factor", "activation_checkpointing", "compile")
-                probes[(*(probe[name] for name in what), batch)] = probe
-    return [
-        [f"`{strategy}`", str(factor), str(batch), checkpointing, "yes" if compiled else "no",
-         *_prediction(probes[strategy, factor, checkpointing, compiled, batch])]
-        for strategy, factor, checkpointing, compiled, batch in sorted(probes)
-    ]  # fmt: skip
+                strategy, factor, mode, compiled = place = tuple(probe[name] for name in WHAT)
+                rows[(*place, batch)] = [
+                    f"`{strategy}`", str(factor), str(batch), mode, "yes" if compiled else "no",
+                    *_prediction(probe),
+                ]  # fmt: skip
+    return [rows[place] for place in sorted(rows)]
 
 
 def simulated_bests(folder: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -104,7 +104,8 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     device_gib = max((run.run or {})["device_gib"] for run in runs)
     config = FitConfig(gpu_memory_gib=device_gib)
     for mode in get_args(ActivationCheckpointing):
-        sizes = [_largest(config, gpus, mode) for gpus in GPUS]
+        setups = (largest_of(config, setup_of(config, gpus, False, mode))[1] for gpus in GPUS)
+        sizes = [count_params(setup.config) for setup in setups]
         axes.plot(GPUS, sizes, label=f"{'no' if mode == 'none' else mode} checkpointing")
     ideal = [gpus * device_gib * GIB / STATE_BYTES for gpus in GPUS]
     axes.plot(GPUS, ideal, "--", color="gray", label=f"ideal: {STATE_BYTES} bytes a parameter")
@@ -122,8 +123,3 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def _largest(config: FitConfig, gpus: int, mode: ActivationCheckpointing) -> int:
-    _, setup = largest_of(config, setup_of(config, gpus, False, mode))
-    return count_params(setup.config)

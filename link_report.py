@@ -4,7 +4,7 @@ Read from a folder that benchmarks/bench_links.py wrote; links.py has the model.
 """
 
 import statistics
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +118,13 @@ def step_row(found: Links, shape: Shape, transport: str) -> list[str]:
 
 def replicate_from(found: Links, shape: Shape, gb_per_s: float) -> int | None:
     """Fewest GPUs from which replicas are faster, there and on more; None: never."""
-    best = None
-    for gpus in reversed([gpus for gpus in GPUS if gpus > GPUS_PER_NODE]):
+
+    def pays(gpus: int) -> bool:
         whole, replicas = (found.projected(shape, gpus, gb_per_s, how) for how in (False, True))
-        if replicas <= whole:
-            break
-        best = gpus
-    return best
+        return replicas > whole
+
+    several_nodes = [gpus for gpus in GPUS if gpus > GPUS_PER_NODE]
+    return min(takewhile(pays, reversed(several_nodes)), default=None)
 
 
 def starts(found: Links) -> str:
@@ -165,9 +165,8 @@ def plot_projection(folder: Path, path: Path) -> None:
     if not (shapes := found.projectable):
         return
     sns.set_theme(style="whitegrid", palette="colorblind")
-    figure, panels = plt.subplots(
-        1, len(shapes), figsize=(5 * len(shapes), 4.5), layout="constrained", squeeze=False
-    )
+    figure = plt.figure(figsize=(5 * len(shapes), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(shapes), squeeze=False)
     for axes, shape in zip(panels[0], shapes, strict=True):
         for link, replicate in WAYS:
             speeds = [found.projected(shape, gpus, link, replicate) for gpus in GPUS]

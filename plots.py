@@ -19,9 +19,6 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.gridspec import SubplotSpec
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -30,7 +27,7 @@ from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, load_runs, table
 from breakdown import IDLE, KINDS, shares_of_step
 from cli import parse_flags, refuse
 from run_log import RunLog
-from tables import as_text, markdown_table
+from tables import as_text, markdown_table, told
 
 MARKERS, DASHES = "osD^vP<>Xh", ("-", "--", ":", "-.")
 # Settings that a caption names where all runs share them.
@@ -134,13 +131,8 @@ def in_ranks(text: str, frame: pd.DataFrame) -> str:
 
 def results_table(frame: pd.DataFrame) -> str:
     """The table of runs for people, in the shape of the original's: how it ran, how it went."""
-    header = (
-        "GPUs | nodes | factor | parameters | log | success | strategy | FSDP | batch × length"
-        " | dtype | checkpointing | compiled | steps averaged | tokens/s per GPU, median"
-        " | quartiles | mean | training tokens (%) | MFU (%) | MFU as logged (%) | TFLOPs"
-        " | peak GiB | device | torch | commit"
-    )
-    return markdown_table(in_ranks(header, frame), [_row(row) for row in study.rows_of(frame)])
+    header = in_ranks(told("runs"), frame).strip("| ")
+    return markdown_table(header, [_row(row) for row in study.rows_of(frame)])
 
 
 def _row(row: Any) -> list[str]:
@@ -209,17 +201,14 @@ def draw_all(lines: Sequence[study.Line], runs: Sequence[RunLog], folder: Path) 
         save(figure, folder / file)
 
 
-def draw_panel(figure: Figure, spec: SubplotSpec, name: str, lines: Sequence[study.Line]) -> None:
+def draw_panel(figure: plt.Figure, spec: Any, name: str, lines: Sequence[study.Line]) -> None:
     """One metric against model size; under it a row of crosses for each line out of memory."""
     failed = [line for line in lines if (line.points["status"] == study.OUT_OF_MEMORY).any()]
     heights = [1, 0.055 * len(failed)] if failed else [1]
-    axes, *strip = spec.subgridspec(len(heights), 1, height_ratios=heights, hspace=0).subplots(
-        sharex=True, squeeze=False
-    )[:, 0]
-    trained: list[Any] = [
-        line.points[line.points["status"] != study.OUT_OF_MEMORY] for line in lines
-    ]
-    drawn = [points[points[name].notna()] for points in trained]
+    grid = spec.subgridspec(len(heights), 1, height_ratios=heights, hspace=0)
+    axes, *strip = grid.subplots(sharex=True, squeeze=False)[:, 0]
+    trained = [line.points.query(f"status != '{study.OUT_OF_MEMORY}'") for line in lines]
+    drawn: list[Any] = [points[points[name].notna()] for points in trained]
     for line, points in zip(lines, drawn, strict=True):
         draw_line(axes, line, points, name)
     for height, line in enumerate(failed):
@@ -234,16 +223,16 @@ def draw_panel(figure: Figure, spec: SubplotSpec, name: str, lines: Sequence[stu
     lacking = [one for one, t, d in zip(lines, trained, drawn, strict=True) if len(t) > len(d) == 0]
     if lacking:
         tell_lacking(axes, lacking, name, is_empty=values.empty)
-    scale_axes(axes, lines, values, is_log=name == "tokens_per_sec")
-    name_factors(axes, lines)
-    if name == "peak_memory":
-        draw_limits(axes, lines)
-    (strip[0] if strip else axes).set_xlabel("Parameters")
     everything = pd.concat([line.points for line in lines])
+    scale_axes(axes, everything["num_parameters"], values, is_log=name == "tokens_per_sec")
+    name_factors(axes, everything)
+    if name == "peak_memory":
+        draw_limits(axes, everything)
+    (strip[0] if strip else axes).set_xlabel("Parameters")
     axes.set_title(in_ranks(LABELS[name], everything), loc="left", fontsize=13)
 
 
-def tell_lacking(axes: Axes, lines: Sequence[study.Line], name: str, *, is_empty: bool) -> None:
+def tell_lacking(axes: plt.Axes, lines: Sequence[study.Line], name: str, *, is_empty: bool) -> None:
     """Say which lines have no point here (where others have), and why."""
     text = f"not drawn: {REASONS.get(name, 'not logged')}"
     if not is_empty:
@@ -255,7 +244,7 @@ def tell_lacking(axes: Axes, lines: Sequence[study.Line], name: str, *, is_empty
               ha="center", fontsize=9.5, color="0.35")  # fmt: skip
 
 
-def draw_line(axes: Axes, line: study.Line, points: pd.DataFrame, name: str) -> None:
+def draw_line(axes: plt.Axes, line: study.Line, points: pd.DataFrame, name: str) -> None:
     """Points with their spread, joined; hollow where a run was cut short, n= where repeated."""
     sizes, values = points["num_parameters"], points[name]
     spread = np.abs([values - points[f"{name}_low"], points[f"{name}_high"] - values])
@@ -270,7 +259,7 @@ def draw_line(axes: Axes, line: study.Line, points: pd.DataFrame, name: str) -> 
                       textcoords="offset points", fontsize=9, color=color)  # fmt: skip
 
 
-def draw_crosses(axes: Axes, line: study.Line, height: float) -> None:
+def draw_crosses(axes: plt.Axes, line: study.Line, height: float) -> None:
     """The sizes at which a line's runs were out of memory, named."""
     for row in study.rows_of(line.points[line.points["status"] == study.OUT_OF_MEMORY]):
         at, color = (row.num_parameters, height), style(line)[0]
@@ -286,9 +275,9 @@ def style(line: study.Line) -> tuple[Any, Any, Any]:
             DASHES[line.shape % len(DASHES)])  # fmt: skip
 
 
-def scale_axes(axes: Axes, lines: Sequence[study.Line], values: pd.Series, *, is_log: bool) -> None:
+def scale_axes(axes: plt.Axes, sizes: Any, values: pd.Series, *, is_log: bool) -> None:
     """Log axes where the values span decades; else the vertical one begins at 0."""
-    sizes = np.unique(pd.concat([line.points["num_parameters"] for line in lines])).astype(float)
+    sizes = np.unique(sizes).astype(float)
     is_log_x = sizes[-1] > 4 * sizes[0]
     axes.set_xscale("log" if is_log_x else "linear")
     at = np.log(sizes) if is_log_x else sizes
@@ -319,9 +308,8 @@ def size_label(size: float) -> str:
     return f"{value:.3g} {unit}".rstrip()
 
 
-def name_factors(axes: Axes, lines: Sequence[study.Line]) -> None:
+def name_factors(axes: plt.Axes, points: pd.DataFrame) -> None:
     """Above the axes, the factors of the strategy with the most sizes."""
-    points = pd.concat([line.points for line in lines])
     sizes = points.drop_duplicates(["strategy", "num_parameters"])
     strategy = sizes["strategy"].mode()[0]
     shown, last = [], 0.0
@@ -337,9 +325,8 @@ def name_factors(axes: Axes, lines: Sequence[study.Line]) -> None:
     top.spines["top"].set_visible(False)
 
 
-def draw_limits(axes: Axes, lines: Sequence[study.Line]) -> None:
+def draw_limits(axes: plt.Axes, points: pd.DataFrame) -> None:
     """The memory of each device as a line, where the logs say how much it has."""
-    points = pd.concat([line.points for line in lines])
     limits = dict(zip(points["device"], points["device_memory_gib"], strict=True))
     for device, gib in limits.items():
         if np.isnan(gib):
@@ -350,7 +337,7 @@ def draw_limits(axes: Axes, lines: Sequence[study.Line]) -> None:
                       xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip
 
 
-def finish(figure: Figure, lines: Sequence[study.Line], reading: str) -> None:
+def finish(figure: plt.Figure, lines: Sequence[study.Line], reading: str) -> None:
     """Legend (colours, then markers), and a caption of what all runs share."""
     colors = {line.configuration: style(line)[0] for line in lines}
     handles = [Line2D([], [], color=c, linewidth=4, label=name) for name, c in colors.items()]
@@ -367,30 +354,23 @@ def finish(figure: Figure, lines: Sequence[study.Line], reading: str) -> None:
     marks = {"x": ("out of memory", (points["status"] == study.OUT_OF_MEMORY).any()),
              "o": ("cut short (killed, failed …)", points["cut_short"].any())}  # fmt: skip
     handles += [
-        Line2D([], [], color="0.3", marker=mark, linestyle="", label=text, markerfacecolor="white",
-               markeredgewidth=1.8)
+        Line2D([], [], color="0.3", marker=mark, linestyle="", label=text,
+                   markerfacecolor="white", markeredgewidth=1.8)
         for mark, (text, seen) in marks.items() if seen
     ]  # fmt: skip
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
     own = [study.settings_of(row) for row in study.rows_of(points)]
     shared = {f: {one[f] for one in own} - {None} for f in CAPTION_FIELDS}
-    facts_of_all = [
-        study.variant_of({f: v}, [f])
-        for f, values in shared.items()
-        for v in values
-        if len(values) == 1
-    ]
-    caption = textwrap.fill(
-        in_ranks(". ".join(filter(None, ["; ".join(facts_of_all), reading])), points),
-        120,
-        break_on_hyphens=False,
-    )
+    known = {field: values.pop() for field, values in shared.items() if len(values) == 1}
+    facts = "; ".join(study.variant_of(known, [field]) for field in known)
+    caption = in_ranks(". ".join(filter(None, [facts, reading])), points)
+    caption = textwrap.fill(caption, 120, break_on_hyphens=False)
     figure.text(0.01, 0.01, caption, fontsize=9, color="0.35")
     bottom = (0.15 + 0.16 * len(caption.splitlines())) / figure.get_figheight()
     figure.set_layout_engine("constrained", rect=(0, bottom, 1, 1 - bottom))
 
 
-def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
+def draw_breakdown(runs: Sequence[RunLog]) -> plt.Figure:
     """A bar per profiled run, of the shares of a step; beside it its kernels and its MFU."""
     rows = study.profiled_runs(runs)
     figure, axes = plt.subplots(figsize=(10, 2.2 + 0.5 * len(rows)), layout="constrained")
@@ -411,11 +391,8 @@ def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
                 axes.text(100 * (left + share / 2), place, f"{100 * share:.0f}", color=ink,
                           ha="center", va="center", fontsize=10)  # fmt: skip
             left += share
-        words = (
-            f"{row.strategy} {row.factor}",
-            names[place],
-            study.variant_of(own[place], telling),
-        )
+        variant = study.variant_of(own[place], telling)
+        words = (f"{row.strategy} {row.factor}", names[place], variant)
         labels.append("\n".join(textwrap.wrap(", ".join(filter(None, words)), 34)))
         notes = [f"{run.breakdowns[-1]['num_kernels_per_step']:,.0f} kernels"]
         if step_s and not pd.isna(row.peak_tflops):
@@ -431,7 +408,7 @@ def draw_breakdown(runs: Sequence[RunLog]) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: plt.Figure, path: Path) -> None:
     """As PNG and SVG, whose bytes depend on the data only."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

@@ -25,7 +25,10 @@ GPU_STATE = "index,name,memory.used,memory.total,clocks.sm,power.draw,temperatur
 def main(num_gpus: int, command: list[str]) -> None:
     """Check this node, then let the script check its flags and print its plan."""
     node = platform.node()
-    installed = ", ".join(f"{name} {installed_version(name)}" for name in PACKAGES)
+    try:
+        installed = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    except PackageNotFoundError as error:
+        refuse(f"{error.name} is not installed in {sys.prefix} on {node}")
     import torch  # late: a missing package is said in one line
 
     seen = torch.cuda.device_count()
@@ -45,14 +48,6 @@ def main(num_gpus: int, command: list[str]) -> None:
     if command:  # in this process: importing torch once more would take longer than the rest
         sys.argv = [*command, "--dry-run"]
         runpy.run_path(command[0], run_name="__main__")
-
-
-def installed_version(package: str) -> str:
-    """Version of a package; a missing one ends the process."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        refuse(f"{package} is not installed in {sys.prefix} on {platform.node()}")
 
 
 def refuse(message: str) -> NoReturn:

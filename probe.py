@@ -147,9 +147,7 @@ def host_bound(root: Path = Path("/")) -> int:
     The least of the machine's available memory and what each cgroup above us (version 1 or 2)
     leaves, counting file cache that the kernel can drop; a share stays in reserve.
     """
-    meminfo = (root / "proc/meminfo").read_text().splitlines()
-    [available] = [line.split()[1] for line in meminfo if line.startswith("MemAvailable:")]
-    bounds = [int(available) * 1024]
+    bounds = [_bytes_in(root / "proc/meminfo", "MemAvailable")]
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
@@ -177,6 +175,10 @@ def _left_in(folder: Path) -> int | None:
 
 def process_bytes(kind: str) -> int:
     """Memory of this process now: VmRSS, resident, or VmData, what RLIMIT_DATA counts."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    [size] = [line.split()[1] for line in lines if line.startswith(f"{kind}:")]
-    return int(size) * 1024
+    return _bytes_in(Path("/proc/self/status"), kind)
+
+
+def _bytes_in(file: Path, name: str) -> int:
+    lines = file.read_text().splitlines()
+    [size_kib] = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(size_kib) * 1024

@@ -99,13 +99,12 @@ def search(low: int, high: int, start: int, fits: Callable[[int], bool]) -> int 
     while bad - good > 1:
         if fits(factor):
             good = factor
-            galloping = bad == high + 1
         else:
             bad = factor
-            galloping = good == low - 1
-        if galloping:
-            stride = next(strides)
-            factor = good + stride if bad == high + 1 else bad - stride
+        if bad > high:
+            factor = good + next(strides)
+        elif good < low:
+            factor = bad - next(strides)
         else:
             factor = (good + bad) // 2
         factor = min(max(factor, good + 1), bad - 1)
@@ -187,8 +186,7 @@ class Search:
 
     def predicted(self, factor: int) -> Memory:
         """What the memory model expects at one factor."""
-        inputs = replace(self.inputs, model_config=self.shape(factor))
-        return self.probe(factor).predicted(inputs)
+        return self.probe(factor).predicted(replace(self.inputs, model_config=self.shape(factor)))
 
     def needed(self, memory: Memory) -> int:
         """Bytes that the bound must leave: PyTorch's own under a GPU's limit, else all."""

@@ -53,10 +53,8 @@ def drawn_points(frame: pd.DataFrame, mfu: str) -> tuple[pd.DataFrame, list[str]
     is_out = frame["status"] == OUT_OF_MEMORY
     empty = (frame["num_steps"] == 0) & ~is_out & ~frame["profiled"]
     left_out = [f"{log}: it was profiled, which is slower" for log in frame.log[frame.profiled]]
-    left_out += [
-        f"{row.log}: {row.status} without a logged step after the warm-up"
-        for row in rows_of(frame[empty])
-    ]
+    for row in rows_of(frame[empty]):
+        left_out.append(f"{row.log}: {row.status} without a logged step after the warm-up")
     cut_short = set(frame.log[~frame["status"].isin(["completed", OUT_OF_MEMORY])])
     frame = frame[~empty & ~frame["profiled"]].copy()
     # A run that ended before its first step cannot tell the peak from its own lines.
@@ -124,13 +122,11 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
     telling = telling_settings(own, names)
     variants = [variant_of(fields, telling) for fields in own]
     hues, shapes = list(dict.fromkeys(names)), list(dict.fromkeys(variants))
-    members: dict[tuple[str, str], list[int]] = {}
-    for row, name, variant in zip(rows, names, variants, strict=True):
-        members.setdefault((name, variant), []).append(row.Index)
+    ordered = points.loc[[row.Index for row in rows]].assign(name=names, variant=variants)
     return [
         Line(name, variant, hues.index(name), shapes.index(variant),
-             points.loc[indices].sort_values("num_parameters"))
-        for (name, variant), indices in members.items()
+             own_points.sort_values("num_parameters"))
+        for (name, variant), own_points in ordered.groupby(["name", "variant"], sort=False)
     ]  # fmt: skip
 
 

@@ -109,11 +109,8 @@ class TrainConfig(ModelFlags):
     """Print what would be trained and the bytes of its states, then stop."""
 
     def __post_init__(self) -> None:
-        at_least_one = (
-            "sequence_length batch_size grad_accumulation_steps training_steps "
-            "logging_frequency scaling_factor profile_step_start keep"
-        )
-        for name in at_least_one.split():
+        counts = "sequence_length batch_size grad_accumulation_steps training_steps"
+        for name in f"{counts} logging_frequency scaling_factor profile_step_start keep".split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
         for name in ("num_workers", "lr_warmup_steps", "set_seed", "checkpoint_every"):

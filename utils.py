@@ -80,9 +80,8 @@ def device_name(device: torch.device) -> str:
 
 def device_memory_gib(device: torch.device) -> float | None:
     """Memory of the GPU as the driver reports it; None for a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory / GIB
-    return None
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None
 
 
 def peak_memory_gib(device: torch.device) -> tuple[float, float]:
