@@ -109,17 +109,27 @@ def plot_what_fits(folder: Path, path: Path) -> None:
         axes.plot(GPUS, sizes, label=f"{'no' if mode == 'none' else mode} checkpointing")
     ideal = [gpus * device_gib * GIB / STATE_BYTES for gpus in GPUS]
     axes.plot(GPUS, ideal, "--", color="gray", label=f"ideal: {STATE_BYTES} bytes a parameter")
-    bests = simulated_bests(folder)
-    points = [(gpus, best["num_parameters"]) for gpus, best in bests]
-    axes.plot(*zip(*points, strict=True), "o", color="black", label="tried, ranks simulated")
+    tried = [best for run in runs if (best := best_probe(run)) and best["mode"] == "train"]
+    tried = [best for best in tried if best["scaling_strategy"] == "all"]
+    for simulated, label in ((False, "tried"), (True, "tried, ranks simulated")):
+        points = {(best["world_size"], best["num_parameters"]) for best in tried
+                  if best["simulated"] == simulated}  # fmt: skip
+        if points:
+            fill = "white" if simulated else "black"
+            axes.plot(*zip(*sorted(points), strict=True), "o", color="black", label=label,
+                      markerfacecolor=fill, zorder=3)  # fmt: skip
     wall = count_params(build_config("all", EARLIER_WALL, MODEL_VOCAB_SIZE))
     axes.axhline(wall, color="firebrick", linewidth=1)
-    reason = f"the earlier wall, factor {EARLIER_WALL}: activations, which more GPUs do not divide"
-    axes.annotate(reason, (GPUS[-1], wall), (0, -12), textcoords="offset points", ha="right",
-                  color="firebrick", fontsize=9)  # fmt: skip
+    reason = f"the original study went no further than `all` {EARLIER_WALL}, on any number of GPUs:"
+    reason += "\nit kept all activations, which more GPUs do not divide"
+    axes.annotate(reason, (GPUS[-1], wall), (0, -4), textcoords="offset points", ha="right",
+                  va="top", color="firebrick", fontsize=9)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="Largest trainable parameters")
     axes.set_xticks(GPUS, [str(gpus) for gpus in GPUS], minor=False)
-    axes.legend(title=f"{device_gib:.0f} GiB a GPU, sequence 4096, lines predicted")
+    axes.set_title(
+        "The largest `all` model that trains (bf16, AdamW, one row of 4096 tokens a GPU)"
+    )
+    axes.legend(title=f"{device_gib:.0f} GiB a GPU; lines predicted")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
