@@ -236,9 +236,8 @@ def tell_lacking(axes: plt.Axes, lines: Sequence[study.Line], name: str, *, is_e
     """Say which lines have no point here (where others have), and why."""
     text = f"not drawn: {REASONS.get(name, 'not logged')}"
     if not is_empty:
-        words = [", ".join(filter(None, (line.configuration, line.variant))) for line in lines]
-        more = f" and {len(words) - 3} others" * (len(words) > 3)
-        text = f"{'; '.join(words[:3])}{more} {text}"
+        names = [", ".join(filter(None, (line.configuration, line.variant))) for line in lines]
+        text = f"{names[0] if len(names) == 1 else f'{len(names)} lines'} {text}"
     text = in_ranks(text, pd.concat([line.points for line in lines]))
     axes.text(0.5, 0.5 if is_empty else 0.03, textwrap.fill(text, 52), transform=axes.transAxes,
               ha="center", fontsize=9.5, color="0.35")  # fmt: skip
