@@ -9,7 +9,8 @@ import io
 import os
 import sys
 import time
-from typing import NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 
@@ -27,6 +28,18 @@ def parse_flags(config_class: type[Config]) -> Config:
         if exit_request.code in (None, 0):  # --help
             raise
     refuse(f"{_first_paragraph(box.getvalue())} (see --help)")
+
+
+def flag_of(field_name: str) -> str:
+    """How a field of a config is given."""
+    return "--" + field_name.replace("_", "-")
+
+
+def check_flags(config: object, names: str, must: str, holds: Callable[[Any], bool]) -> None:
+    """Raise ValueError for the first of these fields whose value does not hold."""
+    for name in names.split():
+        if not holds(value := getattr(config, name)):
+            raise ValueError(f"{flag_of(name)} must {must}, not {value}")
 
 
 def refuse(message: object) -> NoReturn:

@@ -4,7 +4,8 @@
     python figures.py --check    # exit status 1 when one is stale, and name it
 
 A block of README.md stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; BLOCKS holds
-the function that writes it from ``logs/published/``. No number about a run is written by hand.
+its heading and the function that writes it from ``logs/published/``. No number about a run is
+written by hand; the words stand in data/texts.md.
 """
 
 import itertools

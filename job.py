@@ -214,7 +214,7 @@ class Profiler:
     def before(self, step: int) -> None:
         """Start at the first profiled step."""
         if self.config.profile and step == self.config.profile_step_start:
-            self._synchronize()  # the kernels of earlier steps are not ours
+            utils.synchronize(self.world.device)  # the kernels of earlier steps are not ours
             self.trace = torch.profiler.profile()
             self.trace.start()
             if self.world.device.type == "cuda":
@@ -232,7 +232,7 @@ class Profiler:
         if self.trace is None:
             return
         trace, self.trace = self.trace, None
-        self._synchronize()
+        utils.synchronize(self.world.device)
         wall_s = time.perf_counter() - self._clock
         if self.world.device.type == "cuda":
             torch.cuda.profiler.stop()
@@ -255,10 +255,6 @@ class Profiler:
             "seconds_per_step": {kind: value / num_steps for kind, value in seconds.items()},
             "shares": {kind: value / total_s for kind, value in seconds.items()},
         }
-
-    def _synchronize(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def profiled_intervals(trace: torch.profiler.profile, device: torch.device) -> list[Interval]:

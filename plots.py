@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 import study
 from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, load_runs, table
 from breakdown import IDLE, KINDS, shares_of_step
-from cli import parse_flags, refuse
+from cli import check_flags, parse_flags, refuse
 from run_log import RunLog
 from tables import as_text, markdown_table, told
 
@@ -73,8 +73,7 @@ class PlotsConfig:
     """MFU and TFLOPs computed from the configuration, or as the log has them."""
 
     def __post_init__(self) -> None:
-        if self.skip_steps is not None and self.skip_steps < 0:
-            raise ValueError(f"--skip-steps must not be negative, not {self.skip_steps}")
+        check_flags(self, "skip_steps", "not be negative", lambda num: num is None or num >= 0)
 
 
 def main(config: PlotsConfig) -> None:

@@ -21,7 +21,7 @@ from job import Job
 from model import Transformer
 from optimizer import local_tensor, make_moments
 from train_config import run_identity
-from utils import GIB, random_state, set_random_state, warn
+from utils import GIB, random_state, set_random_state, synchronize, warn
 from weights import init_weights
 
 
@@ -140,8 +140,7 @@ class Checkpoints:
             if name not in self._host:
                 self._host[name] = torch.empty_like(local, device="cpu", pin_memory=self._pin)
             self._host[name].copy_(local, non_blocking=True)
-        if self.job.world.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.job.world.device)
 
     def _save(self) -> None:
         """Copy the state to the host, and start writing it; an earlier save is waited for."""

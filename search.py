@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from cli import check_flags
 from distributed import World, launched_world_size
 from job import describe_run
 from memory import CONTEXT_BYTES, Memory, describe, largest_factor
@@ -48,13 +49,11 @@ class SearchConfig(ModelFlags):
     """Print what the memory model predicts, then stop."""
 
     def __post_init__(self) -> None:
-        if self.low < 1:
-            raise ValueError(f"--low must be at least 1, not {self.low}")
+        check_flags(self, "low", "be at least 1", lambda low: low >= 1)
         if self.low > self.high:
             raise ValueError(f"--low {self.low} is above --high {self.high}")
-        limit = self.memory_limit_gib
-        if limit is not None and not (limit > 0 and math.isfinite(limit * GIB)):
-            raise ValueError(f"--memory-limit-gib must be greater than 0 and finite, not {limit}")
+        check_flags(self, "memory_limit_gib", "be greater than 0 and finite",
+                    lambda limit: limit is None or 0 < limit * GIB < math.inf)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ TEXTS = Path(__file__).resolve().parent / "data" / "texts.md"
 
 def markdown_table(header: str, rows: Sequence[Sequence[str]]) -> str:
     """A table; columns are aligned right where every cell of theirs begins with a digit."""
-    columns = zip(*rows, strict=True)
-    rules = ["--:" if all(cell[:1].isdigit() for cell in column) else "---" for column in columns]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header.split(" | "), rules, *rows))
+    names = header.split(" | ")
+    columns = zip(names, *rows, strict=True)
+    rules = ["--:" if all(cell[:1].isdigit() for cell in cells) else "---" for _, *cells in columns]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (names, rules, *rows))
 
 
 def told(name: str, **values: Any) -> str:

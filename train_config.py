@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from checkpoint import Checkpoint, find_checkpoints, lock_folder
+from cli import check_flags
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
 from memory import GIB, Setup, describe, largest_batch, predict
@@ -109,20 +110,16 @@ class TrainConfig(ModelFlags):
     """Print what would be trained and the bytes of its states, then stop."""
 
     def __post_init__(self) -> None:
-        counts = "sequence_length batch_size grad_accumulation_steps training_steps"
-        for name in f"{counts} logging_frequency scaling_factor profile_step_start keep".split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
-        for name in ("num_workers", "lr_warmup_steps", "set_seed", "checkpoint_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} must not be negative, not {getattr(self, name)}")
-        for name in ("learning_rate", "grad_max_norm", "collective_timeout_s", "peak_tflops"):
-            value = getattr(self, name)
-            finite = value is None or math.isfinite(value) or name == "grad_max_norm"
-            if value is not None and not (value > 0 and finite):
-                raise ValueError(f"{_flag(name)} must be greater than 0 and finite, not {value}")
-        if self.set_seed >= 2**63:
-            raise ValueError(f"--set-seed must be below 2^63, not {self.set_seed}")
+        sizes = "sequence_length batch_size grad_accumulation_steps training_steps"
+        sizes += " logging_frequency scaling_factor profile_step_start keep"
+        check_flags(self, sizes, "be at least 1", lambda value: value >= 1)
+        counts = "num_workers lr_warmup_steps set_seed checkpoint_every"
+        check_flags(self, counts, "not be negative", lambda value: value >= 0)
+        rates, positive = "learning_rate collective_timeout_s", "be greater than 0 and finite"
+        check_flags(self, rates, positive, lambda value: 0 < value < math.inf)
+        check_flags(self, "peak_tflops", positive, lambda peak: peak is None or 0 < peak < math.inf)
+        check_flags(self, "grad_max_norm", positive, lambda value: value > 0)
+        check_flags(self, "set_seed", "be below 2^63", lambda seed: seed < 2**63)
         if self.checkpoint_every and self.checkpoint_dir is None:
             raise ValueError("--checkpoint-every needs a --checkpoint-dir to save in")
         if self.profile and self.profile_step_start > self.training_steps:
@@ -153,15 +150,9 @@ class FSDPTrainConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.replicas < 1 or launched_world_size() % self.replicas:
-            raise ValueError(
-                f"--replicas must divide the number of ranks ({launched_world_size()}), "
-                f"not {self.replicas}"
-            )
-
-
-def _flag(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
+        size = launched_world_size()
+        must = f"divide the number of ranks ({size})"
+        check_flags(self, "replicas", must, lambda replicas: replicas >= 1 and size % replicas == 0)
 
 
 @dataclass(frozen=True)

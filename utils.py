@@ -78,6 +78,12 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def device_memory_gib(device: torch.device) -> float | None:
     """Memory of the GPU as the driver reports it; None for a CPU."""
     on_gpu = device.type == "cuda"

@@ -15,10 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from make_logs import run_script
-
 from cli import parse_flags
 from figures import checkpoint_costs, checkpoint_table
+from make_logs import run_script
 
 NUM_STEPS = 100  # long enough to go on while the save is written
 SAVE_AT = 60  # also a save at the end, which the last run resumes from

@@ -20,10 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from make_logs import make_logs, run_script
-
 from cli import parse_flags, refuse
 from figures import bench_table
+from make_logs import make_logs, run_script
 
 METHOD_VERSION = 1
 NUM_WINDOWS = 3

@@ -27,15 +27,14 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from make_logs import make_logs, run_script
-
 from cli import parse_flags, refuse
 from distributed import World, sharded_world
 from links import MESSAGE_SHAPES, SHAPES, TRANSPORTS
+from make_logs import make_logs, run_script
 from memory import MODEL_VOCAB_SIZE
 from model_config import build_config, count_block_params
 from run_log import SCHEMA_VERSION, LogWriter
-from utils import device_name, nccl_environment, source_version, versions
+from utils import device_name, nccl_environment, source_version, synchronize, versions
 
 METHOD_VERSION = 1
 NUM_WINDOWS = 5
@@ -81,8 +80,7 @@ def time_calls(call: Callable[[], object], world: World) -> list[float]:
         started = time.perf_counter()
         for _ in range(num_calls):
             call()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(world.device)
         return (time.perf_counter() - started) / num_calls
 
     window(1)  # makes the connections

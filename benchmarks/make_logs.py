@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from cli import flag_of
 from run_log import read_run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -26,8 +27,7 @@ def run_script(
 def flags_of(config: object, names: str) -> list[str]:
     """Some fields of a config as flags of a script; those that are None are left out."""
     values = [(name, getattr(config, name)) for name in names.split()]
-    pairs = [("--" + name.replace("_", "-"), str(v)) for name, v in values if v is not None]
-    return [word for pair in pairs for word in pair]
+    return [word for name, v in values if v is not None for word in (flag_of(name), str(v))]
 
 
 def make_logs(

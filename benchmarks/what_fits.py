@@ -21,11 +21,10 @@ import matplotlib
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from make_logs import flags_of, make_logs, run_script
-
 from cli import parse_flags, refuse
 from figures import what_fits_tables
 from fit_report import plot_what_fits, read_searches, simulated_bests
+from make_logs import flags_of, make_logs, run_script
 from run_log import read_run
 from search import Search, SearchConfig
 
