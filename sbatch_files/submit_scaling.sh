@@ -13,7 +13,7 @@
 #     --print                     show what would be run
 #     --local --max-minutes M     run it here, one point after the other, for at most M minutes
 # Exit status: 0 done or submitted; 1 a point failed; 2 bad input; 3 the minutes are over before all
-# points are done.
+# points are done; 130 or 143 a signal ended it, and the point at hand.
 # With Slurm a point is a job that waits for the one before it to end well (afterok): the rest of a
 # line falls away with the first that does not. Jobs of one point each fit between others and
 # need little time (SBATCH_TIMELIMIT, SBATCH_ACCOUNT and SBATCH_PARTITION are honoured).
@@ -118,7 +118,11 @@ run_here() {
   local left=$((max_minutes * 60 - SECONDS))
   ((left > 0)) || out_of_time
   rm -f "$log"
-  timeout --kill-after=60 "$left" "${command[@]}" >/dev/null || :
+  # In the background, because bash hears a signal only while it waits.
+  timeout --kill-after=60 "$left" "${command[@]}" >/dev/null &
+  child=$!
+  wait "$child" || :
+  child=''
   status=$(status_of "$log")
   echo "$name: ${status:-failed before the first line of its log}"
   [[ $status != completed && $status != out_of_memory ]] || return 0
@@ -126,12 +130,24 @@ run_here() {
   failed=1
 }
 
+# shellcheck disable=SC2329 # called by the traps
+stop() { # EXIT_STATUS
+  trap '' INT TERM HUP
+  if [[ -n $child ]]; then
+    kill "$child" || : # timeout tells the whole group of its command
+    wait "$child" || :
+  fi
+  exit "$1"
+}
+
 out_of_time() {
   echo "$max_minutes minutes are over; the same command goes on from here"
   exit $((failed ? failed : 3))
 }
 
-failed=0 at_hand=''
+failed=0 at_hand='' child=''
+trap 'stop 130' INT
+trap 'stop 143' TERM HUP
 if [[ $mode == local && -z $print ]]; then
   at_hand=$("$python" -c 'import torch; print(torch.cuda.device_count() or "")')
 fi

@@ -56,6 +56,7 @@ PYTHON = r"""#!/bin/bash
 [[ $1 != -c ]] || exec "$FAKE_REAL_PYTHON" "$@"
 [[ $* != *--dry-run ]] || { echo "largest batch size on an empty GPU $FAKE_LARGEST"; exit; }
 echo "$*" >>"$FAKE/python"
+echo $$ >"$FAKE/python.pid"
 sleep "$FAKE_SLEEP"
 log='' factor='' batch=''
 while (($#)); do
@@ -381,6 +382,27 @@ def test_scaling_here_stops_at_out_of_memory_and_goes_on(bench: Bench) -> None:
     assert len((bench.folder / "python").read_text().splitlines()) == 13
     record = json.loads(unfinished.read_text().splitlines()[-1].removeprefix("End: "))
     assert record == {"status": "completed"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_scaling_here_ends_its_point_with_it(bench: Bench, number: signal.Signals) -> None:
+    command = ["bash", "sbatch_files/submit_scaling.sh", "--folder", str(bench.folder)]
+    command += "--local --max-minutes 2 --factors 1,2 --gpus none".split()
+    environment = bench.environment | {"FSDP_VENV": str(bench.folder / "venv"), "FAKE_SLEEP": "90"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    pid_file = bench.folder / "python.pid"
+    while not (pid_file.exists() and pid_file.read_text().endswith("\n")):
+        time.sleep(0.1)
+        assert process.poll() is None
+    started = time.monotonic()
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert time.monotonic() - started < 60
+    assert process.returncode == (130 if number == signal.SIGINT else 143)
+    assert "completed" not in out and not Path(f"/proc/{int(pid_file.read_text())}").exists()
 
 
 def test_scaling_here_takes_the_largest_batch_that_should_fit(bench: Bench) -> None:
