@@ -6,7 +6,6 @@ earlier implementation, only whether a run used FSDP may come from the name of i
 of those logs counted the parameters of one rank's shard; the logged ones stand beside them.
 """
 
-import itertools
 import json
 import statistics
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import pandas as pd
 from breakdown import check_record
 from hardware import peak_tflops
 from model_config import TransformerConfig, build_config, count_params, flops_per_token
-from run_log import RunLog, read_runs
+from run_log import RunLog, StepRecord, read_runs
 
 TRAINING_SCRIPTS = ("train.py", "train_fsdp.py")
 SKIP_STEPS = 10  # warm-up: compilation, allocator, clocks
@@ -184,18 +183,35 @@ def _peak(run: RunLog, record: dict[str, Any]) -> tuple[float | None, str]:
     return float(round(100 * tflops / mfu_pct)), "logged TFLOPs and MFU"
 
 
+def _averaged_steps(run: RunLog, skip_steps: int) -> list[StepRecord]:
+    def attempt(record: dict[str, Any]) -> tuple[int, list[Any]]:
+        flags = record.get("config") or {}
+        shape = [flags.get(name) for name in ("batch_size", "grad_accumulation_steps", "replicas")]
+        return record.get("resumed_from_step") or 0, [record.get("world_size"), *shape]
+
+    attempts = [attempt(record) for record in run.runs] or [(0, [])]
+    whole, partly, before = [], [], 0
+    for step in run.steps:
+        begin, shape = next((one for one in reversed(attempts) if one[0] < step.step), attempts[0])
+        if shape == attempts[0][1] and step.step - begin > skip_steps:
+            partly.append(step)
+            if max(before, begin) - begin >= skip_steps:
+                whole.append(step)
+        before = step.step
+    return whole or partly
+
+
 def mean_metrics(run: RunLog, *, skip_steps: int | None = None) -> Metrics:
     """Means over the logged steps after ``skip_steps`` (default: 10; of older logs 1).
 
-    A log line tells of the steps since the line before: one that reaches back into the warm-up is
-    left out, unless there is no other.
+    Of a resumed run each attempt has its warm-up, and attempts on other ranks or micro-batches than
+    the first are left out. So is a line that reaches back into the warm-up (it tells of the steps
+    since the line before), unless there is no other.
     MFU and TFLOPs from the configuration are None where the log does not name model and device.
     """
     if skip_steps is None:
         skip_steps = SKIP_STEPS if run.runs else SKIP_STEPS_LEGACY
-    later = [step for step in run.steps if step.step > skip_steps]
-    begins = {step.step: before.step for before, step in itertools.pairwise(run.steps)}
-    steps = [each for each in later if begins.get(each.step, 0) >= skip_steps] or later
+    steps = _averaged_steps(run, skip_steps)
 
     def values(name: str) -> list[float]:
         return [value for step in steps if (value := getattr(step, name)) is not None]

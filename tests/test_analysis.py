@@ -186,6 +186,16 @@ def test_a_window_that_reaches_into_the_warm_up_is_left_out(write: Write) -> Non
     assert averaged(1, 100) == 2.0, "there is no other"
 
 
+def test_a_resumed_run_is_averaged_without_its_second_warm_up(write: Write) -> None:
+    run = read_run(write([1.0] * 10 + [10.0] * 10 + [1.0] * 10 + [20.0] * 5 + [500.0] * 20))
+    first = run.runs[0]
+    again = first | {"resumed_from_step": 20}
+    other = again | {"resumed_from_step": 35, "world_size": 7}
+    found = mean_metrics(replace(run, runs=[first, again, other]))
+    assert (found.num_steps, found.first_step, found.last_step) == (15, 11, 35)
+    assert found.tokens_per_s == pytest.approx((10 * 10 + 5 * 20) / 15)
+
+
 def test_what_is_not_known_is_none(write: Write) -> None:
     short = mean_metrics(read_run(write([5.0, 6.0])))
     assert short.num_steps == 0
