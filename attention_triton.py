@@ -146,8 +146,18 @@ def num_parts(num_heads: int, num_kv_heads: int) -> int:
     return -(-(num_heads // num_kv_heads) // HEADS_PER_PROGRAM)
 
 
+def check_shapes(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> None:
+    """Raise ValueError where blocks would be cut, or a head would read another sequence's keys."""
+    B, T, H, K = q_BTHK.shape
+    G = k_BTGK.shape[2]
+    if T % BACKWARD["BLOCK_N"] or H % G or {k_BTGK.shape, v_BTGK.shape} != {(B, T, G, K)}:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q_BTHK, k_BTGK, v_BTGK))
+        raise ValueError(f"queries, keys and values of shapes {shapes} do not go together")
+
+
 def forward(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
     """Output (B, T, H, K) and, in base 2, the log of each query's sum of exponentials (B, H, T)."""
+    check_shapes(q_BTHK, k_BTGK, v_BTGK)
     B, T, H, K = q_BTHK.shape
     out_BTHK = torch.empty_like(q_BTHK)
     lse_BHT = q_BTHK.new_empty((B, H, T), dtype=torch.float32)
@@ -167,6 +177,7 @@ def backward(
     ``delta`` is each query's sum of output · gradient. Those of queries and keys lack the factor
     1 / sqrt(K); the parts are to be added.
     """
+    check_shapes(q_BTHK, k_BTGK, v_BTGK)
     B, T, H, K = q_BTHK.shape
     G = k_BTGK.shape[2]
     parts = num_parts(H, G)

@@ -196,7 +196,8 @@ class Search:
     @property
     def bound(self) -> int:
         """Bytes that a probe can have."""
-        return min(self.device.free, self.limit_bytes or self.device.free)
+        free, limit = self.device.free, self.limit_bytes
+        return free if limit is None else min(free, limit)
 
     def guess(self) -> int:
         """Largest factor that should fit."""

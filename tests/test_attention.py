@@ -7,8 +7,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+# (tokens, heads) of queries, keys and values.
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((64, 2), (64, 2), (64, 2)),
+        ((128, 3), (128, 2), (128, 2)),
+        ((128, 2), (256, 2), (256, 2)),
+        ((128, 2), (128, 2), (128, 1)),
+    ],
+)
+def test_shapes_that_do_not_go_together_are_refused(shapes: tuple[tuple[int, int], ...]) -> None:
+    pytest.importorskip("triton")
+    import attention_triton
+
+    with pytest.raises(ValueError, match="do not go together"):
+        attention_triton.forward(*(torch.zeros(1, *shape, 32) for shape in shapes))
 
 
 def test_output_and_gradients_are_those_of_the_formula() -> None:

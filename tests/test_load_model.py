@@ -133,6 +133,7 @@ BAD_INPUT = {
     "--log-file README.md/a": "--log-file: ",
     "--memory-limit-gib nan": "--memory-limit-gib must be greater than 0",
     "--memory-limit-gib 0.001": "do not hold one layer",
+    "--memory-limit-gib 1e-300": "do not hold one layer",
     "--scaling-strategy depth": "--scaling-strategy",
     "--mode run": "--mode",
     "--sequence-length 0": "--sequence-length must be at least 1",
