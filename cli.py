@@ -48,7 +48,7 @@ def refuse(message: object) -> NoReturn:
     if rank:
         # Rank 0 has usually found the same and its launcher ends us while we wait here; what only
         # this rank sees (a file missing on its node) must still be said.
-        time.sleep(3)
+        time.sleep(15)  # a loaded machine starts its ranks seconds apart
     line = " ".join(str(message).split())
     print(f"{os.path.basename(sys.argv[0])}: error: {line}", file=sys.stderr, flush=True)
     sys.exit(EXIT_BAD_INPUT)

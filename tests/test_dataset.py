@@ -630,9 +630,9 @@ def test_tekken_is_what_the_library_gives(tekken: Tokenizer) -> None:
 
 
 def test_tekken_loads_quickly() -> None:
-    start_s = time.perf_counter()
+    start_s = time.process_time()  # of this process alone: others may use the machine
     load_tokenizer("tekken")
-    assert time.perf_counter() - start_s < 3  # about 0.7 on an idle machine
+    assert time.process_time() - start_s < 3  # about 0.7
 
 
 @pytest.mark.parametrize("path", [TOKENIZER_FILE, TOKENIZER_FILE.parent], ids=["file", "folder"])
