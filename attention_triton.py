@@ -1,4 +1,5 @@
 # pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportArgumentType=false
 """Causal attention for small heads as Triton kernels, forward and backward.
 
 At head size 32 a score costs as many cycles for its exponential as for its matrix products, and the
