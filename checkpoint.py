@@ -10,12 +10,10 @@ pickles, which can run code when they are read. The storage classes here write b
 nothing is ever unpickled from a checkpoint.
 """
 
-import fcntl
 import itertools
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import zlib
@@ -33,11 +31,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from processes import lock_folder
 from utils import DTYPES, warn
 
 INDEX_NAME = "checkpoint.json"
 PARTIAL = ".partial"
-LOCK_NAME = "writer.lock"
 NUM_THREADS = 8  # that read or write: each computes checksums at about 1 GB/s
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -129,32 +127,6 @@ def load(
     dcp.load(tensors, storage_reader=_Reader(checkpoint), planner=planner, process_group=group)
 
 
-def lock_folder(parent: Path) -> None:
-    """Make a folder for checkpoints, and keep other runs out of it until rank 0 has ended.
-
-    Raises ValueError, naming the other, where one saves there. Where a file system has no locks
-    the run goes on without.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        return
-    path = parent / LOCK_NAME
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # closing it would unlock
-        # Not flock: data workers, which are forks, would hold on to it when we are killed.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        job = f" (job {os.environ['SLURM_JOB_ID']})" if "SLURM_JOB_ID" in os.environ else ""
-        os.write(descriptor, f"process {os.getpid()} on {platform.node()}{job}".encode())
-    except BlockingIOError:
-        raise ValueError(
-            f"{parent} is in use by {path.read_text()}; wait for its end, or give another "
-            "--checkpoint-dir"
-        ) from None
-    except OSError:
-        pass
-
-
 def remove_partial(parent: Path) -> None:
     """Remove what saves that were cut short have left."""
     for path in parent.glob(f"step-*{PARTIAL}"):
@@ -196,6 +168,10 @@ class _Writer(dcp.FileSystemWriter):
         self.folder, self.progress, self.file_name = folder, progress, file_name
         self.partial = folder.with_name(folder.name + PARTIAL)
         super().__init__(self.partial)  # which makes this folder
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        lock_folder(self.folder.parent)  # somebody may have removed it, and the lock with it
+        return super().prepare_local_plan(plan)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         name = self.file_name

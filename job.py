@@ -15,10 +15,10 @@ from torch.autograd import DeviceType
 
 import utils
 from breakdown import Interval, seconds_by_kind
-from checkpoint import lock_folder
 from distributed import EXIT_STATUS, SLOW_PHASE_S, Failure, Watch, World, describe_failure
 from hardware import peak_tflops
 from model import count_params
+from processes import lock_folder
 from run_log import SCHEMA_VERSION, LogWriter, StepRecord
 from train_config import Inputs, TrainConfig
 

@@ -5,7 +5,6 @@ steps, under a memory limit if asked, and reads how it went from the log of that
 world size it is rank 0 of a simulated world that trains as train_fsdp.py does.
 """
 
-import ctypes
 import json
 import os
 import resource
@@ -23,6 +22,7 @@ import torch
 from distributed import EXIT_STATUS, shard, simulated_world, single_world
 from job import running_job
 from memory import Memory, predict, predict_load
+from processes import die_with_parent
 from run_log import read_run
 from train_config import FSDPTrainConfig, Inputs, TrainConfig, memory_setup, open_inputs
 from trainer import build_model, materialize, train
@@ -33,7 +33,6 @@ REPOSITORY = Path(__file__).resolve().parent
 MEMORY_SIGNALS = (-signal.SIGKILL, -signal.SIGABRT, -signal.SIGBUS)
 # What the kernel and file mappings may take beside a process's data: the bound stays below.
 HOST_RESERVE = 0.05
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -116,13 +115,6 @@ def main(parent_pid: int) -> None:
             train(model, job)
         else:
             job.write_end("completed")
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, be it by kill -9 (prctl(2))."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before
-        sys.exit("the process that asked for this probe has ended")
 
 
 def limit_memory(limit_bytes: int, device: torch.device) -> None:

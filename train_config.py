@@ -14,13 +14,14 @@ from typing import Any, Literal
 
 import torch
 
-from checkpoint import Checkpoint, find_checkpoints, lock_folder
+from checkpoint import Checkpoint, find_checkpoints
 from cli import check_flags
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
 from memory import GIB, Setup, describe, largest_batch, predict
 from model import ActivationCheckpointing, ScalingStrategy, TransformerConfig
 from model_config import build_config, count_params, flops_per_token
+from processes import lock_folder
 from utils import DTYPES, DtypeName
 
 TOKENIZER_PROBE = "Naïve café, 3.14159 and 你好:\n\tdef f(x): return  x**2"

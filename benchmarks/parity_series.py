@@ -25,13 +25,21 @@ from typing import Literal
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from cli import parse_flags  # noqa: E402
+from cli import parse_flags, refuse  # noqa: E402
 from figures import parity_comparisons, parity_table  # noqa: E402
-from run_log import read_run  # noqa: E402
+from processes import lock_folder  # noqa: E402
+from run_log import RunLog, read_runs  # noqa: E402
 
 # Micro-batches × rows of the references: they differ in the order of the sums alone.
 REFERENCES = ((8, 1), (4, 2), (2, 4))
 POLL_S = 0.1
+# In front of a command: it is asked to stop when the process of this id ends, be it by kill -9.
+# (Not killed: the ranks of torchrun would stay.)
+TIED = """
+import os, signal, sys, processes
+processes.die_with_parent(int(sys.argv[1]), signal.SIGTERM)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -148,11 +156,15 @@ class Run:
         # Until the last command is done; a log that is cut short is no evidence.
         self.unfinished_log = self.log.with_suffix(".unfinished")
         self.saved = self.log.with_suffix(".saved")  # checkpoints
+        self.num_commands = len(self.commands)
 
     @property
     def is_complete(self) -> bool:
-        """Whether its log is there and says so."""
-        return self.log.exists() and read_run(self.log).status == "completed"
+        """Whether its log is there and whole. Raises ValueError where something else stands."""
+        for log in (self.log, self.unfinished_log):
+            if log.exists() and not log.is_file():
+                raise ValueError(f"{log} is not a regular file; move it away")
+        return is_whole(self.log, self.num_commands)
 
     def start(self) -> None:
         """Start from the beginning."""
@@ -163,7 +175,8 @@ class Run:
         self._start_next()
 
     def _start_next(self) -> None:
-        command = [*self.commands.pop(0), "--log-file", _seen_from_root(self.unfinished_log)]
+        command = [sys.executable, "-c", TIED, str(os.getpid()), *self.commands.pop(0)]
+        command += ["--log-file", _seen_from_root(self.unfinished_log)]
         # In a session of its own: Ctrl-C on the terminal reaches it once, through us.
         self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL,
                                         env=log_environment(), start_new_session=True)  # fmt: skip
@@ -171,23 +184,33 @@ class Run:
     def goes_on(self) -> bool:
         """Whether it is not over; starts its next command where one is due."""
         status = self.process.poll()
-        if status == 0 and self.commands:
+        if status is None:
+            return True
+        num_attempts = self.num_commands - len(self.commands)
+        whole = status == 0 and is_whole(self.unfinished_log, num_attempts)
+        if whole and self.commands:
             self._start_next()
-        elif status is not None:
-            self.close()
-            how = f"failed with status {status} (see {self.unfinished_log})" if status else "done"
-            print(
-                f"{self.log.name}: {how}, {time.monotonic() - self.started:.0f} s", file=sys.stderr
-            )
-            if status == 0:
-                self.unfinished_log.rename(self.log)
-            return False
-        return True
+            return True
+        self.close()
+        how = "done"
+        if whole:
+            self.unfinished_log.rename(self.log)
+        else:  # one that is cut by a full disk fails no training
+            how = f"failed with status {status}" if status else "its log is not that of a whole run"
+            how += f" (see {self.unfinished_log})"
+        print(f"{self.log.name}: {how}, {time.monotonic() - self.started:.0f} s", file=sys.stderr)
+        return False
 
     def close(self) -> None:
         """Wait until it has ended, and remove its checkpoints."""
         self.process.wait()
         shutil.rmtree(self.saved, ignore_errors=True)
+
+
+def is_whole(log: Path, num_attempts: int) -> bool:
+    """Whether a log is there, and of one run alone that completed in so many attempts."""
+    [run, *others] = read_runs(log) if log.exists() else [RunLog(log)]
+    return not others and run.status == "completed" and len(run.runs) == num_attempts
 
 
 def runs_of(group: Group, folder: Path) -> list[Run]:
@@ -226,10 +249,14 @@ def log_environment() -> dict[str, str]:
 def run_all(waiting: list[Run], *, num_jobs: int, deadline: float) -> None:
     """Run them, several at once, and none from the deadline (of the monotonic clock) on.
 
-    A run that fails leaves the others alone. SIGTERM and Ctrl-C end all that run, and us.
+    A run that fails leaves the others alone. SIGTERM, Ctrl-C and, unless nohup has it ignored, the
+    end of the terminal end all that run, and us.
     """
     signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         signal.signal(number, lambda number, frame: signals.append(number))
     running: list[Run] = []
     try:
@@ -253,11 +280,14 @@ def main(config: SeriesConfig) -> int:
     """Make the missing runs, print the table."""
     name = "cpu" if config.where == "cpu" else "gpu"
     folder = config.logs_dir or REPOSITORY / "logs" / "parity" / name
-    folder.mkdir(parents=True, exist_ok=True)
     groups = (runs_of(group, folder) for group in SERIES[config.where])
     # One of each group in turn, so that not all that run at once are of the largest model.
     runs = [run for turn in itertools.zip_longest(*groups) for run in turn if run is not None]
-    missing = [run for run in runs if not run.is_complete]
+    try:
+        lock_folder(folder)
+        missing = [run for run in runs if not run.is_complete]
+    except ValueError as error:
+        refuse(error)
     deadline = time.monotonic() + 60 * config.max_minutes
     run_all(missing, num_jobs=config.jobs, deadline=deadline)
     print(parity_table(folder))

@@ -1,7 +1,6 @@
 """Does a run that was stopped, killed or moved to other ranks go on as if nothing had happened?"""
 
 import contextlib
-import errno
 import json
 import os
 import pickle
@@ -24,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 import checkpoint
 from checkpoint import Progress, find_checkpoints, keep_newest, list_steps, read_checkpoint
 from dataset import open_corpus
+from processes import LOCK_NAME, lock_folder
 from run_log import RunLog, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -183,7 +183,7 @@ def test_ranks_save_though_their_launcher_is_gone(
 def test_newest_checkpoints_are_kept_and_recorded(preempted: Path) -> None:
     names = [path.name for path in list_steps(preempted / "saved")]
     assert names == ["step-00000020", "step-00000016", "step-00000012"]
-    assert sorted(os.listdir(preempted / "saved")) == [*names[::-1], checkpoint.LOCK_NAME]
+    assert sorted(os.listdir(preempted / "saved")) == [*names[::-1], LOCK_NAME]
     saves = read_run(preempted / "job.out").checkpoints
     assert [save["step"] for save in saves][-3:] == [12, 16, 20]
     num_bytes = sum(path.stat().st_size for path in (preempted / "saved" / names[0]).iterdir())
@@ -445,7 +445,7 @@ def test_save_that_fails_costs_no_training(tmp_path: Path, undisturbed: Path) ->
     (tmp_path / "saved").touch()
     code, err = finish(process)
     assert code == 0 and len(err.splitlines()) == 2, err
-    assert "the checkpoint of step 3 was not saved: NotADirectoryError" in err
+    assert "the checkpoint of step 3 was not saved: ValueError: cannot lock" in err
     log = read_run(tmp_path / "job.out")
     assert log.status == "completed" and log.checkpoints == []
     assert trace_of(log) == trace_of(read_run(undisturbed / "job.out"))[:4]
@@ -468,14 +468,20 @@ def test_one_run_at_a_time_saves_in_a_folder(tmp_path: Path) -> None:
     finish(first)
 
 
-def test_a_folder_that_cannot_be_locked_stops_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(checkpoint.fcntl, "lockf", refuse)
-    checkpoint.lock_folder(tmp_path / "saved")
+def test_a_folder_that_another_run_took_is_left_to_it(tmp_path: Path) -> None:
+    """Moved away under a run on two ranks, and made anew by another: all say so and go on."""
+    saved = tmp_path / "saved"
+    flags = f"--batch-size 2 --training-steps 6 --checkpoint-dir {saved} --checkpoint-every 3"
+    process = start(tmp_path, 2, flags)
+    assert wait_for((saved / LOCK_NAME).exists, process)
+    saved.rename(tmp_path / "moved")
+    lock_folder(saved)
+    code, err = finish(process)
+    assert code == 0, err
+    said = f"was not saved: ValueError: {saved} is in use by process {os.getpid()}"
+    assert err.count(said) >= 2, err
+    assert read_run(tmp_path / "job.out").status == "completed"
+    assert list_steps(saved) == []
 
 
 def test_one_checkpoint_by_name(saved: Path, undisturbed: Path, tmp_path: Path) -> None:

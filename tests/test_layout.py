@@ -19,7 +19,9 @@ MAX_LINES_DIFFERENT = 12
 # import rooms that stand above it.
 LOG_ROOMS = "run_log model_config hardware"
 MODEL_ROOMS = "attention loss weights model"
-CORE_ROOMS = f"{LOG_ROOMS} cli memory utils {MODEL_ROOMS} optimizer dataset distributed checkpoint"
+CORE_ROOMS = (
+    f"{LOG_ROOMS} cli processes memory utils {MODEL_ROOMS} optimizer dataset distributed checkpoint"
+)
 TRAINING_ROOMS = f"{CORE_ROOMS} train_config job step resume"
 ROOMS: dict[str, tuple[str, str]] = {
     "run_log": ("", ""),
@@ -29,6 +31,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "links": ("model_config", ""),
     "tables": ("", ""),
     "cli": ("", "tyro"),
+    "processes": ("", ""),
     "memory": ("model_config cli", "tyro"),
     "utils": ("", "torch numpy"),
     "attention_triton": ("", "torch triton"),
@@ -40,7 +43,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "dataset": ("", "torch numpy pyarrow tokenizers tiktoken mistral_common transformers"),
     "distributed": ("model utils", "torch"),
     "preflight": ("", "torch"),
-    "checkpoint": ("utils", "torch"),
+    "checkpoint": ("processes utils", "torch"),
     "train_config": (CORE_ROOMS, "torch"),
     "job": (f"{CORE_ROOMS} train_config breakdown", "torch"),
     "step": (f"{CORE_ROOMS} train_config", "torch"),
