@@ -72,10 +72,9 @@ def transport_of(record: Mapping[str, Any]) -> str:
         return ""
     switches = {"NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"}
     own = {k: v for k, v in record["nccl_environment"].items() if k in switches}
-    for name, environment in TRANSPORTS.items():
-        if environment == own:
-            return name
-    raise ValueError(f"no transport is asked for by {own}")
+    if own not in TRANSPORTS.values():
+        raise ValueError(f"no transport is asked for by {own}")
+    return next(name for name, environment in TRANSPORTS.items() if environment == own)
 
 
 def fit_line(links: Iterable[Mapping[str, Any]]) -> Line:
