@@ -19,7 +19,7 @@ import pandas as pd
 from breakdown import check_record
 from hardware import peak_tflops
 from model_config import TransformerConfig, build_config, count_params, flops_per_token
-from run_log import RunLog, StepRecord, read_runs
+from run_log import RunLog, StepRecord, UnusableError, read_runs
 
 TRAINING_SCRIPTS = ("train.py", "train_fsdp.py")
 SKIP_STEPS = 10  # warm-up: compilation, allocator, clocks
@@ -277,7 +277,7 @@ def load_published(folder: Path) -> list[RunLog]:
     runs, unusable = load_runs(folder)
     if unusable:
         path, reason = unusable[0]
-        raise ValueError(f"the published log {path} cannot be used: {reason}")
+        raise UnusableError(f"{path} cannot be used: {reason}")
     return runs
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import matplotlib
 
 import fit_report
-from analysis import SKIP_STEPS, facts, load_published, load_runs, mean_metrics
+from analysis import SKIP_STEPS, facts, find_logs, load_published, load_runs, mean_metrics
 from cli import parse_flags, refuse
 from comparison import scaling_section
 from link_report import FIGURE, link_section, plot_projection
@@ -30,7 +30,7 @@ from loss_figure import plot_comparison
 from memory import MODEL_VOCAB_SIZE
 from model_config import ScalingStrategy, build_config, count_params
 from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
-from run_log import RunLog, read_run
+from run_log import RunLog, blaming, read_run, read_runs
 from tables import as_text, markdown_table, told, told_tables
 
 MODEL_SIZES: tuple[tuple[ScalingStrategy, int], ...] = (
@@ -102,14 +102,16 @@ def bench_table(folder: Path) -> str:
     runs, _ = load_runs(folder)
     if not runs:
         return ""
-    ceiling = json.loads((folder / "ceiling.json").read_text())
     runs.sort(key=lambda run: (facts(run).strategy, facts(run).factor, facts(run).batch_size))
-    rows = [_bench_row(run, ceiling["tflops"]) for run in runs]
-    return told_tables({"bench": rows}, **ceiling)
+    with blaming(path := folder / "ceiling.json"):
+        ceiling = json.loads(path.read_text())
+        rows = [_bench_row(run, ceiling["tflops"]) for run in runs]
+        return told_tables({"bench": rows}, **ceiling)
 
 
 def _bench_row(run: RunLog, ceiling_tflops: float) -> list[str]:
-    what, window = facts(run), (run.run or {})["config"]["logging_frequency"]
+    with blaming(run.path):
+        what, window = facts(run), (run.run or {})["config"]["logging_frequency"]
     how = mean_metrics(run, skip_steps=window)
     rates = [step.tokens_per_s for step in run.steps if step.step > window]
     middle = how.tokens_per_s_median or 0.0
@@ -141,7 +143,7 @@ def what_fits(published: Path) -> str:
     """The fitting experiment on one H200, with its figure."""
     folder = published / "h200" / "what_fits"
     shown = f"![What trains on how many GPUs]({WHAT_FITS_FIGURE})\n\n"
-    return shown * bool(fit_report.simulated_bests(folder)) + what_fits_tables(folder)
+    return shown * bool(fit_report.simulated_rows(folder)) + what_fits_tables(folder)
 
 
 def checkpoint_costs(folder: Path) -> dict[str, Any]:
@@ -280,11 +282,22 @@ BLOCKS: dict[str, tuple[str, Callable[[Path], str]]] = {
 }
 
 
+def check_devices(folder: Path) -> None:
+    """Raise ValueError for a log in a folder, or in one below, that is not of a run on GPUs."""
+    for path in find_logs(folder):
+        with blaming(path):
+            for run in read_runs(path):
+                if (device := (run.run or {}).get("device_type")) != "cuda":
+                    raise ValueError(f"its device is {device}, not cuda")
+
+
 def render(text: str, published: Path) -> tuple[str, list[str]]:
     """The text with every block made anew, and the names of those that were stale.
 
-    Raises ValueError where a block is missing, stands twice, is not closed, or is not known.
+    Raises ValueError where a block is missing, stands twice, is not closed, or is not known, and
+    for a log that cannot be used.
     """
+    check_devices(published / "h200")
     marked = re.findall(r"^<!-- (?:begin|end) (.*) -->$", text, re.MULTILINE)
     if unknown := sorted(set(marked) - set(BLOCKS)):
         raise ValueError(f"no function writes the block {', '.join(unknown)}")
@@ -294,7 +307,8 @@ def render(text: str, published: Path) -> tuple[str, list[str]]:
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
             raise ValueError(f"the block {name} must stand once, between its two markers")
         start, stop = text.index(begin) + len(begin), text.index(end)
-        content = write(published)
+        with blaming(f"the block {name}"):
+            content = write(published)
         if content:
             title = f"### {heading}\n\n" if heading else ""
             content = f"{title}{content}\n"
@@ -314,7 +328,7 @@ def main(config: FiguresConfig) -> None:
         if stale:
             print(f"{config.readme}: stale: {', '.join(stale)}; run make figures", file=sys.stderr)
         sys.exit(bool(stale))
-    if fit_report.simulated_bests(fits := config.published / "h200" / "what_fits"):
+    if fit_report.simulated_rows(fits := config.published / "h200" / "what_fits"):
         fit_report.plot_what_fits(fits, config.readme.parent / WHAT_FITS_FIGURE)
     if stale:
         config.readme.write_text(text, encoding="utf-8")

@@ -10,9 +10,10 @@ from typing import Any, get_args
 import seaborn as sns
 from matplotlib import pyplot as plt
 
+from analysis import find_logs
 from memory import GIB, MODEL_VOCAB_SIZE, ActivationCheckpointing, FitConfig, largest_of, setup_of
 from model_config import build_config, count_params
-from run_log import RunLog, read_run
+from run_log import RunLog, blaming, read_run
 
 # Smaller peaks are mostly what every process has.
 MIN_PEAK_GIB = 10.0
@@ -24,7 +25,7 @@ STATE_BYTES = 8  # per parameter: bf16 parameter, gradient and two moments
 
 def read_searches(folder: Path) -> list[RunLog]:
     """Logs with probes, by name."""
-    return [run for path in sorted(folder.glob("*.out")) if (run := read_run(path)).probes]
+    return [run for path in find_logs(folder) if (run := read_run(path)).probes]
 
 
 def best_probe(run: RunLog) -> dict[str, Any] | None:
@@ -40,22 +41,26 @@ def search_rows(folder: Path) -> list[list[str]]:
     """
     rows = []
     for run in read_searches(folder):
-        config, best = (run.run or {})["config"], best_probe(run)
-        if (run.run or {})["simulated"] or config["low"] == config["high"] or best is None:
-            continue
-        limit = config["memory_limit_gib"]
-        proof = folder / run.path.name.replace("train_", "steps_")
-        steps = read_run(proof) if config["mode"] == "train" and proof.exists() else None
-        rows.append([
-            config["mode"], f"`{best['scaling_strategy']}`",
-            best["activation_checkpointing"] if config["mode"] == "train" else "",
-            "none" if limit is None else f"{limit:g}",
-            f"{'at least ' * (best['factor'] == config['high'])}{best['factor']}",
-            f"{best['num_parameters']:,}", *_prediction(best), str(len(run.probes)),
-            f"{(run.end or {})['seconds']['total']:.0f}",
-            f"{len(steps.steps)} steps, {steps.status}" if steps else "", run.path.name,
-        ])  # fmt: skip
+        with blaming(run.path):
+            config, best = (run.run or {})["config"], best_probe(run)
+            if not (run.run or {})["simulated"] and config["low"] != config["high"] and best:
+                rows.append(_search_row(run, config, best))
     return rows
+
+
+def _search_row(run: RunLog, config: dict[str, Any], best: dict[str, Any]) -> list[str]:
+    limit = config["memory_limit_gib"]
+    proof = run.path.with_name(run.path.name.replace("train_", "steps_"))
+    steps = read_run(proof) if config["mode"] == "train" and proof.is_file() else None
+    return [
+        config["mode"], f"`{best['scaling_strategy']}`",
+        best["activation_checkpointing"] if config["mode"] == "train" else "",
+        "none" if limit is None else f"{limit:g}",
+        f"{'at least ' * (best['factor'] == config['high'])}{best['factor']}",
+        f"{best['num_parameters']:,}", *_prediction(best), str(len(run.probes)),
+        f"{(run.end or {})['seconds']['total']:.0f}",
+        f"{len(steps.steps)} steps, {steps.status}" if steps else "", run.path.name,
+    ]  # fmt: skip
 
 
 def _prediction(probe: dict[str, Any]) -> list[str]:
@@ -68,32 +73,31 @@ def error_rows(folder: Path) -> list[list[str]]:
     """A row per model that was trained on one device: the error of the memory model."""
     rows = {}
     for run in read_searches(folder):
-        batch = (run.run or {})["config"]["batch_size"]
-        for probe in run.probes:
-            large = probe["fits"] and probe["peak_gib"] > MIN_PEAK_GIB
-            if large and probe["mode"] == "train" and not probe["simulated"]:
-                strategy, factor, mode, compiled = place = tuple(probe[name] for name in WHAT)
-                rows[(*place, batch)] = [
-                    f"`{strategy}`", str(factor), str(batch), mode, "yes" if compiled else "no",
-                    *_prediction(probe),
-                ]  # fmt: skip
+        with blaming(run.path):
+            batch = (run.run or {})["config"]["batch_size"]
+            for probe in run.probes:
+                large = probe["fits"] and probe["peak_gib"] > MIN_PEAK_GIB
+                if large and probe["mode"] == "train" and not probe["simulated"]:
+                    strategy, factor, mode, compiled = place = tuple(probe[name] for name in WHAT)
+                    rows[(*place, batch)] = [
+                        f"`{strategy}`", str(factor), str(batch), mode, "yes" if compiled else "no",
+                        *_prediction(probe),
+                    ]  # fmt: skip
     return [rows[place] for place in sorted(rows)]
 
 
-def simulated_bests(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(GPUs, largest probe that fits) of each simulated search, in order."""
-    bests = filter(None, map(best_probe, read_searches(folder)))
-    found = [(best["world_size"], best) for best in bests if best["simulated"]]
-    return sorted(found, key=lambda pair: (pair[0], pair[1]["factor"]))
-
-
 def simulated_rows(folder: Path) -> list[list[str]]:
-    """A row per simulated search."""
-    return [
-        [str(gpus), f"`{best['scaling_strategy']}`", best["activation_checkpointing"],
-         str(best["factor"]), f"{best['num_parameters']:,}", *_prediction(best)]
-        for gpus, best in simulated_bests(folder)
-    ]  # fmt: skip
+    """A row per simulated search, by GPUs."""
+    rows = []
+    for run in read_searches(folder):
+        with blaming(run.path):
+            if (best := best_probe(run)) and best["simulated"]:
+                rows.append((best["world_size"], best["factor"], [
+                    str(best["world_size"]), f"`{best['scaling_strategy']}`",
+                    best["activation_checkpointing"], str(best["factor"]),
+                    f"{best['num_parameters']:,}", *_prediction(best),
+                ]))  # fmt: skip
+    return [row for _, _, row in sorted(rows)]
 
 
 def plot_what_fits(folder: Path, path: Path) -> None:

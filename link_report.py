@@ -12,8 +12,9 @@ import seaborn as sns
 from matplotlib import pyplot as plt
 
 import links
+from analysis import find_logs
 from model_config import TransformerConfig
-from run_log import RunLog, read_run
+from run_log import RunLog, blaming, read_run
 from tables import told_tables
 
 FIGURE = "plots/published/links.png"  # as seen from README.md
@@ -24,40 +25,52 @@ WAYS = tuple(product(LINKS_GB_PER_S, (False, True)))  # with replicas or without
 GATHER, SCATTER = ("all_gather", "bfloat16"), ("reduce_scatter", "float32")
 COLLECTIVES = (GATHER, SCATTER, ("reduce_scatter", "bfloat16"))
 MESSAGES = ("all 2 block", "all 10 block", "n_layers 1 block", "n_layers 1 embedding, head")
+# What a step shares with the one in which nothing travels, against which it is held.
+PAIRED = ("batch_size", "sequence_length", "model_dtype", "compute_dtype")
+NOISE = 0.02  # share of a step by which two runs may differ: in the clocks of their GPUs
 Shape = tuple[str, int]
 
 
 class Links:
-    """Completed logs of a folder, by transport; "": of steps in which nothing travelled."""
+    """The logs of a folder, by transport; "": of steps in which nothing travelled.
+
+    Raises ValueError, with the log's name, for one that is no evidence: none is left out.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.bandwidth: dict[str, RunLog] = {}
-        self.steps: dict[tuple[Shape, str], RunLog] = {}
-        for run in (read_run(path) for path in sorted(folder.glob("*.out"))):
-            if run.status != "completed" or run.run is None:
-                continue
-            transport, flags = links.transport_of(run.run), run.run.get("config")
-            if flags is None:
-                self.bandwidth[transport] = run
-            else:
-                self.steps[(flags["scaling_strategy"], flags["scaling_factor"]), transport] = run
+        found: dict[tuple[Shape | None, str], RunLog] = {}
+        for path in find_logs(folder):
+            with blaming(path):
+                run = read_run(path)
+                if (of := measured(run)) in found:
+                    raise ValueError(f"{found[of].path.name} is of the same")
+                found[of] = run
+        self.bandwidth = {way: run for (shape, way), run in found.items() if shape is None}
+        self.steps = {(shape, way): run for (shape, way), run in found.items() if shape}
 
     def records(self, transport: str, kind: tuple[str, str]) -> list[dict[str, Any]]:
         """``Link:`` records of a (collective, dtype)."""
         return [r for r in self.bandwidth[transport].links if (r["collective"], r["dtype"]) == kind]
 
+    def line(self, transport: str, kind: tuple[str, str]) -> links.Line:
+        """The line through the messages of a (collective, dtype)."""
+        with blaming(self.bandwidth[transport].path):
+            return links.fit_line(self.records(transport, kind))
+
     def lines(self, transport: str) -> tuple[links.Line, links.Line]:
         """All-gather and reduce-scatter as FSDP uses them."""
-        gather, scatter = (links.fit_line(self.records(transport, k)) for k in (GATHER, SCATTER))
-        return gather, scatter
+        return self.line(transport, GATHER), self.line(transport, SCATTER)
 
     def compute(self, shape: Shape) -> tuple[list[links.Group], float]:
         """Groups of a model, and the seconds that their forward and backward take alone."""
-        run = self.steps[shape, ""].run or {}
-        config = TransformerConfig(**run["model"])
-        groups = links.groups_of(config, run["config"]["sequence_length"])
-        alone_s = statistics.median(windows_s(self.steps[shape, ""]))
-        return groups, alone_s - links.update_s(groups, run["world_size"])
+        run, log = self.steps[shape, ""].run or {}, self.steps[shape, ""]
+        with blaming(log.path):
+            config = TransformerConfig(**run["model"])
+            groups = links.groups_of(config, run["config"]["sequence_length"])
+            update_s = links.update_s(groups, run["world_size"])
+            if (compute_s := median_step_s(log) - update_s) <= 0:
+                raise ValueError(f"the optimizer's {update_s:g} s leave no time to compute")
+        return groups, compute_s
 
     def projected(self, shape: Shape, gpus: int, gb_per_s: float, replicate: bool) -> float:
         """Tokens/s per GPU on many GPUs."""
@@ -73,6 +86,30 @@ class Links:
         return [s for s in PROJECTED if (s, "") in self.steps and "NVLink" in self.bandwidth]
 
 
+def measured(run: RunLog) -> tuple[Shape | None, str]:
+    """(shape whose step was timed, None of collectives; transport), or raises ValueError."""
+    record = run.run or {}
+    if run.status != "completed":
+        raise ValueError(f"its status is {run.status}")
+    links.check_measured(record)
+    if (flags := record.get("config")) is None:
+        return None, links.transport_of(record)
+    shape = flags["scaling_strategy"], flags["scaling_factor"]
+    if shape not in links.SHAPES:
+        raise ValueError(f"{shape[0]} {shape[1]} is no shape of this series")
+    return shape, links.transport_of(record)
+
+
+def check_pair(real: RunLog, alone: RunLog) -> None:
+    """Raise ValueError where these are not the same step, with and without communication."""
+    flags, others = ((run.run or {})["config"] for run in (real, alone))
+    for name in PAIRED:
+        if flags[name] != others[name]:
+            raise ValueError(f"{name} is {flags[name]}, but {others[name]} in {alone.path.name}")
+    if median_step_s(alone) > (1 + NOISE) * median_step_s(real):
+        raise ValueError(f"{alone.path.name}, in which nothing travels, is slower than it")
+
+
 def tokens_per_gpu(run: RunLog) -> float:
     """Tokens of one GPU in a step."""
     return (run.run or {})["tokens_per_step"] / (run.run or {})["world_size"]
@@ -84,10 +121,15 @@ def windows_s(run: RunLog) -> list[float]:
     return [step.step_s for step in run.steps if step.step > first and step.step_s]
 
 
+def median_step_s(run: RunLog) -> float:
+    """Median of `windows_s`. Raises ValueError, with the log's name, where there are none."""
+    with blaming(run.path):
+        return statistics.median(windows_s(run))
+
+
 def bandwidth_row(found: Links, transport: str, kind: tuple[str, str]) -> list[str]:
     """The fitted line of one collective, its median error, and some of the measured messages."""
-    records = found.records(transport, kind)
-    line = links.fit_line(records)
+    line, records = found.line(transport, kind), found.records(transport, kind)
     errors = [abs(line.seconds(r["bytes"]) / r["median_s"] - 1) for r in records]
     bandwidths = {record["group"]: f"{record['bus_gb_per_s']:.1f}" for record in records}
     return [
@@ -100,9 +142,11 @@ def bandwidth_row(found: Links, transport: str, kind: tuple[str, str]) -> list[s
 def step_row(found: Links, shape: Shape, transport: str) -> list[str]:
     """A measured step, and what the model predicts of it where it has its inputs."""
     run, cells = found.steps[shape, transport], ["n/a"] * 4
-    times_s = windows_s(run)
-    measured_s = statistics.median(times_s)
-    if (shape, "") in found.steps and transport in found.bandwidth:
+    measured_s, times_s = median_step_s(run), windows_s(run)
+    if alone := found.steps.get((shape, "")):
+        with blaming(run.path):
+            check_pair(run, alone)
+    if alone and transport in found.bandwidth:
         (groups, compute_s), (gather, scatter) = found.compute(shape), found.lines(transport)
         update_s = links.update_s(groups, (run.run or {})["world_size"])
         predicted_s = links.step_s(groups, compute_s, gather=gather, scatter=scatter) + update_s

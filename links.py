@@ -56,25 +56,42 @@ class Group:
     flops: float
 
 
+def check_measured(record: Mapping[str, Any]) -> None:
+    """Raise ValueError for a ``Run:`` record that is not of two GPUs, or is of a small series."""
+    where, tiny = f"{record['world_size']} {record['device_type']} ranks", record.get("tiny")
+    if tiny or where != "2 cuda ranks":
+        raise ValueError(f"it ran on {where}{' with --tiny' * bool(tiny)}, not on two GPUs")
+
+
 def transport_of(record: Mapping[str, Any]) -> str:
-    """The transport of a ``Run:`` record; "" where the other rank did not exist."""
+    """The transport of a ``Run:`` record; "" where the other rank did not exist.
+
+    Raises ValueError where NCCL was asked for none of them.
+    """
     if record["script"] == "simulated_train.py":
         return ""
     switches = {"NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"}
     own = {k: v for k, v in record["nccl_environment"].items() if k in switches}
+    if own not in TRANSPORTS.values():
+        raise ValueError(f"no transport is asked for by {own}")
     return next(name for name, environment in TRANSPORTS.items() if environment == own)
 
 
 def fit_line(links: Iterable[Mapping[str, Any]]) -> Line:
     """The line through ``Link:`` records of one collective that errs least, in relative terms.
 
-    Weighted least squares, the weights 1 ÷ seconds²; a latency below 0 is taken for 0.
+    Weighted least squares, the weights 1 ÷ seconds²; a latency below 0 is taken for 0. Raises
+    ValueError where there is no line, or where it does not rise.
     """
     points = [(link["bytes"], link["median_s"], link["median_s"] ** -2) for link in links]
+    if len({x for x, _, _ in points}) < 2:
+        raise ValueError("a line needs messages of two sizes")
     total = sum(w for _, _, w in points)
     mean_x = sum(w * x for x, _, w in points) / total
     mean_t = sum(w * t for _, t, w in points) / total
     slope = sum(w * (x - mean_x) * t for x, t, w in points)
+    if slope <= 0:
+        raise ValueError("a collective's seconds do not grow with its bytes")
     slope /= sum(w * (x - mean_x) ** 2 for x, _, w in points)
     return Line(max(0.0, mean_t - slope * mean_x), slope)
 
@@ -128,7 +145,10 @@ def ring(measured: Line, *, gpus: int, nodes: int, link_bytes_per_s: float) -> L
 
     Each byte enters a node once, through the links of all its GPUs: they bound the bandwidth where
     NVLink does not. Latency grows with the hops of the ring, of which nodes - 1 leave a node.
+    Raises ValueError for fewer than two GPUs, or links that carry nothing.
     """
+    if gpus < 2 or link_bytes_per_s <= 0:
+        raise ValueError(f"a ring has two GPUs and a bandwidth, not {gpus}, {link_bytes_per_s}")
     bus_bytes_per_s = measured.bus_bytes_per_s
     if nodes > 1:
         bus_bytes_per_s = min(bus_bytes_per_s, gpus // nodes * link_bytes_per_s)
@@ -144,8 +164,11 @@ def projected_step_s(
 
     ``lines``: all-gather and reduce-scatter of two GPUs in a node. Replicas all-reduce the shards
     of each GPU of a node over its own link, in a ring of nodes: twice (M-1)/M of their bytes.
+    Raises ValueError where a node would be left half full: of another ring, and another shard.
     """
-    nodes = max(1, gpus // gpus_per_node)
+    nodes, rest = divmod(gpus, gpus_per_node) if gpus > gpus_per_node else (1, 0)
+    if rest:
+        raise ValueError(f"{gpus} GPUs do not fill nodes of {gpus_per_node}")
     shards = gpus // nodes if replicate else gpus
     ring_nodes = 1 if replicate else nodes
     across = {"gpus": shards, "nodes": ring_nodes, "link_bytes_per_s": link_bytes_per_s}

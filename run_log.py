@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -201,6 +202,22 @@ class RunLog:
         asked = self.legacy.training_steps if self.legacy is not None else None
         reached = bool(asked and self.steps and self.steps[-1].step >= asked)
         return "completed" if reached else "killed"
+
+
+class UnusableError(ValueError):
+    """A log, or another file of evidence, from which nothing can be told; the message names it."""
+
+
+@contextlib.contextmanager
+def blaming(what: object) -> Iterator[None]:
+    """Raise UnusableError, which names a file, for all that its damage makes fail in the block."""
+    try:
+        yield
+    except UnusableError:  # the blame is already another's
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise UnusableError(f"{what} cannot be used: {reason}") from error
 
 
 def read_run(path: str | Path) -> RunLog:

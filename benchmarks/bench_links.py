@@ -27,13 +27,14 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from analysis import find_logs
 from cli import parse_flags, refuse
 from distributed import World, sharded_world
-from links import MESSAGE_SHAPES, SHAPES, TRANSPORTS
+from links import MESSAGE_SHAPES, SHAPES, TRANSPORTS, check_measured
 from make_logs import make_logs, run_script
 from memory import MODEL_VOCAB_SIZE
 from model_config import build_config, count_block_params
-from run_log import SCHEMA_VERSION, LogWriter
+from run_log import SCHEMA_VERSION, LogWriter, blaming, read_run
 from utils import device_name, nccl_environment, source_version, synchronize, versions
 
 METHOD_VERSION = 1
@@ -51,8 +52,8 @@ TINY_FLAGS = "--tokenizer-name-or-path tests/data/tokenizer.json --sequence-leng
 class BenchConfig:
     """Flags of this script."""
 
-    output_dir: Path = Path("logs/bench_links")
-    """Folder of the logs."""
+    output_dir: Path | None = None
+    """Folder of the logs (default: logs/bench_links, or logs/bench_links_tiny)."""
     max_minutes: float = 30.0
     """Start nothing after this time; run again to go on."""
     only: str = ""
@@ -61,6 +62,11 @@ class BenchConfig:
     """Messages and a model small enough for a CPU (gloo), to see that all of it runs."""
     measure: Path | None = None
     """Time the collectives (for the ranks that this script starts), in this log."""
+
+    @property
+    def folder(self) -> Path:
+        """Of the logs; those of a small series must not be taken for those of the real one."""
+        return self.output_dir or Path(f"logs/bench_links{'_tiny' * self.tiny}")
 
 
 def message_sizes(tiny: bool) -> dict[int, str]:
@@ -115,8 +121,8 @@ def measure(log: LogWriter, tiny: bool) -> None:
             log.record("Run", {
                 "schema": SCHEMA_VERSION, "script": "bench_links.py", "method": METHOD_VERSION,
                 "num_windows": NUM_WINDOWS, "tiny": tiny, "world_size": world.size,
-                "device": device_name(world.device), "nccl_environment": nccl_environment(),
-                "versions": versions(), **source_version(),
+                "device": device_name(world.device), "device_type": world.device.type,
+                "nccl_environment": nccl_environment(), "versions": versions(), **source_version(),
             })  # fmt: skip
         for numel, group in message_sizes(tiny).items():
             for name, dtype in kinds:
@@ -149,15 +155,28 @@ def plan(tiny: bool) -> dict[str, Callable[[Path], str]]:
     return {name.replace(" ", "_"): make for name, make in makers.items()}
 
 
+def check_logs(folder: Path) -> None:
+    """End where a log stands in a folder of the real series that is not of it."""
+    try:
+        for path in find_logs(folder):
+            with blaming(path):
+                if (record := read_run(path).run) is not None:
+                    check_measured(record)
+    except ValueError as error:
+        refuse(error)
+
+
 def main(config: BenchConfig) -> None:
     """Make all logs that time allows; or, as one of the ranks, time the collectives."""
     if config.measure is not None:
         measure(LogWriter(config.measure), config.tiny)
         return
-    if not config.tiny and torch.cuda.device_count() < NUM_RANKS:
-        refuse("this benchmark needs two GPUs; --tiny runs it on a CPU")
     makers = {name: make for name, make in plan(config.tiny).items() if config.only in name}
-    make_logs(makers, config.output_dir, max_minutes=config.max_minutes)
+    if not config.tiny:
+        check_logs(config.folder)
+        if torch.cuda.device_count() < NUM_RANKS:
+            refuse("this benchmark needs two GPUs; --tiny runs it on a CPU")
+    make_logs(makers, config.folder, max_minutes=config.max_minutes)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,36 @@
 """How do the benchmarks make their logs? Each once, in order: an interrupted series goes on."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from cli import flag_of
 from run_log import read_run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_script(
     words: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None,
     log_flag: str = "--log-file", check: bool = False,
 ) -> str:  # fmt: skip
-    """Run Python with these words, and the log as the last flag; how it ended, in words."""
+    """Run Python with these words, and the log as the last flag; how it ended, in words.
+
+    The kernel ends it with us, by SIGTERM, which torchrun hands on to its ranks.
+    """
     command = [sys.executable, *words, log_flag, os.path.relpath(log, REPOSITORY)]
     done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | (environment or {}),
-                          stdout=subprocess.DEVNULL, check=check)  # fmt: skip
+                          stdout=subprocess.DEVNULL, check=check,
+                          preexec_fn=partial(LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGTERM),
+                          )  # fmt: skip
     return f"status {done.returncode}"
 
 
@@ -37,7 +47,7 @@ def make_logs(
     deadline = time.monotonic() + 60 * max_minutes
     for name, make in makers.items():
         log, started = folder / f"{name}.out", time.monotonic()
-        is_done = log.exists() and read_run(log).status in ("completed", "out_of_memory")
+        is_done = log.is_file() and read_run(log).status in ("completed", "out_of_memory")
         if started < deadline and not is_done:
             log.unlink(missing_ok=True)
             how = make(log)

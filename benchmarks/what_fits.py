@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cli import parse_flags, refuse
 from figures import what_fits_tables
-from fit_report import plot_what_fits, read_searches, simulated_bests
+from fit_report import plot_what_fits, read_searches, simulated_rows
 from make_logs import flags_of, make_logs, run_script
 from run_log import read_run
 from search import Search, SearchConfig
@@ -117,13 +117,13 @@ def main(config: WhatFitsConfig) -> None:
     folder = config.output_dir
     try:
         make_logs(plan(config), folder, max_minutes=config.max_minutes)
-    except ValueError as error:  # the device is not free, or the inputs are unusable
+        if not read_searches(folder):
+            refuse(f"no search was run: {folder} holds none")
+        if simulated_rows(folder):
+            plot_what_fits(folder, config.figure)
+        tables = what_fits_tables(folder)
+    except ValueError as error:  # the device is not free, or the inputs or a log are unusable
         refuse(error)
-    if not read_searches(folder):
-        refuse(f"no search was run: {folder} holds none")
-    if simulated_bests(folder):
-        plot_what_fits(folder, config.figure)
-    tables = what_fits_tables(folder)
     (folder / "what_fits.md").write_text(tables + "\n")
     print(tables)
 

@@ -58,8 +58,8 @@ ROOMS: dict[str, tuple[str, str]] = {
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_figure": (f"{LOG_ROOMS} analysis parity", "numpy matplotlib"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity loss_figure", "numpy pandas tyro"),
-    "fit_report": (f"{LOG_ROOMS} memory", "seaborn matplotlib"),
-    "link_report": (f"{LOG_ROOMS} links tables", "seaborn matplotlib"),
+    "fit_report": (f"{LOG_ROOMS} memory analysis", "seaborn matplotlib"),
+    "link_report": (f"{LOG_ROOMS} links tables analysis", "seaborn matplotlib"),
     "study": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "comparison": (f"{LOG_ROOMS} breakdown tables analysis study", "numpy pandas"),
     "plots": (

@@ -1,17 +1,32 @@
 """Does the model of exposed communication add up, and does the benchmark write what it reads?"""
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import cast
 
 import pytest
+from bench_links import BenchConfig
 
 from link_report import COLLECTIVES, Links, link_section, plot_projection, replicate_from
-from links import SHAPES, Group, Line, fit_line, groups_of, ring, step_s, transport_of
+from links import (
+    SHAPES,
+    Group,
+    Line,
+    fit_line,
+    groups_of,
+    projected_step_s,
+    ring,
+    step_s,
+    transport_of,
+)
 from model_config import build_config, count_params, flops_per_token
 from run_log import LogWriter, StepRecord, read_run
 
@@ -19,14 +34,34 @@ ROOT = Path(__file__).resolve().parent.parent
 SLOW = "sockets on loopback"
 
 
+def start_bench(folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """Start the benchmark."""
+    command = [sys.executable, "benchmarks/bench_links.py", "--output-dir", str(folder), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
 def bench(folder: Path, *flags: str) -> str:
     """Run the benchmark's small version; return what it says it ran."""
-    command = [sys.executable, "benchmarks/bench_links.py", "--output-dir", str(folder), "--tiny"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
-        timeout=400,
-    ).stderr  # fmt: skip
+    process = start_bench(folder, "--tiny", *flags)
+    _, said = process.communicate(timeout=400)
+    assert process.returncode == 0, said
+    return said
+
+
+def processes_that_name(word: str) -> list[str]:
+    """Process ids of those with this word in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word.encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 def test_the_benchmark_makes_the_logs_that_are_missing(tmp_path: Path) -> None:
@@ -55,6 +90,36 @@ def test_the_benchmark_makes_the_logs_that_are_missing(tmp_path: Path) -> None:
     training.path.unlink()
     bench(tmp_path, "--only", "sockets", "--max-minutes", "0")
     assert not training.path.exists(), "nothing is started when time is out"
+    _, said = (real := start_bench(tmp_path)).communicate(timeout=400)
+    assert real.returncode == 2 and said.count("\n") == 1, said
+    assert f"{bandwidth.path.name} cannot be used: it ran on 2 cpu ranks" in said
+    with pytest.raises(ValueError, match=rf"{bandwidth.path.name} cannot be used: it ran on 2 cpu"):
+        link_section(tmp_path)
+
+
+def test_a_small_series_has_a_folder_of_its_own() -> None:
+    real, tiny = (BenchConfig(tiny=tiny).folder for tiny in (False, True))
+    assert (real, tiny) == (Path("logs/bench_links"), Path("logs/bench_links_tiny"))
+    assert BenchConfig(output_dir=Path("x"), tiny=True).folder == Path("x")
+
+
+def test_a_signal_ends_all_ranks(tmp_path: Path) -> None:
+    process = start_bench(tmp_path, "--tiny", "--only", "bandwidth_NVLink")
+    deadline = time.monotonic() + 400
+
+    def wait_for(holds: Callable[[], bool]) -> None:
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    # The benchmark, torchrun, and its two ranks.
+    wait_for(lambda: len(processes_that_name(tmp_path.name)) >= 4)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=400)  # until the ranks have closed standard error as well
+    assert process.returncode == -signal.SIGTERM
+    wait_for(lambda: not processes_that_name(tmp_path.name))
+    logs = [read_run(path) for path in tmp_path.glob("*.out")]
+    assert "completed" not in [log.status for log in logs], "the ranks went on to their end"
 
 
 def test_a_line_is_fitted_in_relative_terms() -> None:
@@ -67,6 +132,12 @@ def test_a_line_is_fitted_in_relative_terms() -> None:
     between = fit((0, 1), (0, 3), (1, 2.2))
     assert (between.latency_s, between.s_per_byte) == pytest.approx((1.2, 1))
     assert fit((1, 0.5), (2, 1.5)).latency_s == 0
+    for points in (((1, 2), (2, 1)), ((1, 2), (2, 2))):
+        with pytest.raises(ValueError, match="seconds do not grow with its bytes"):
+            fit(*points)
+    for points in (((1, 2), (1, 3)), ()):
+        with pytest.raises(ValueError, match="two sizes"):
+            fit(*points)
     assert Line(7, 0.25).bus_bytes_per_s == 2
 
 
@@ -142,10 +213,22 @@ def test_a_ring_grows_in_hops_and_is_bound_by_its_slowest_link() -> None:
     assert slow.s_per_byte == pytest.approx(31 / 32 / 200e9)
 
 
+def test_what_the_model_does_not_hold_for_is_refused() -> None:
+    line = Line(10e-6, 0.5 / 400e9)
+    for gpus, rate in ((1, 1e9), (0, 1e9), (2, 0), (2, -1e9)):
+        with pytest.raises(ValueError, match="two GPUs"):
+            ring(line, gpus=gpus, nodes=1, link_bytes_per_s=rate)
+    what = {"gpus_per_node": 8, "link_bytes_per_s": 1e9}
+    for gpus, replicate in ((1, False), (12, False), (12, True), (20, True)):
+        with pytest.raises(ValueError):
+            projected_step_s(GROUPS, 6.0, (line, line), gpus=gpus, replicate=replicate, **what)
+
+
 def write_logs(folder: Path) -> None:
     """NVLink of 10 µs and 400 GB/s; `all` 10 in 1 s a step, or 0.8 s where nothing travels."""
     log = LogWriter(folder / "bandwidth.out")
-    facts = {"world_size": 2, "nccl_environment": {"NCCL_NVLS_ENABLE": "0"}}
+    facts = {"device_type": "cuda", "world_size": 2}
+    facts |= {"nccl_environment": {"NCCL_NVLS_ENABLE": "0"}}
     what = {"device": "NVIDIA H200", "versions": {"torch": "2.11", "nccl": "2.28"}}
     log.record("Run", {"script": "bench_links.py", "num_windows": 5, **what, **facts})
     for kind, (group, num_bytes) in product(COLLECTIVES, (("2^20", 1e6), ("all 10 block", 1e8))):
@@ -156,7 +239,8 @@ def write_logs(folder: Path) -> None:
     log.record("End", {"status": "completed"})
     log.close()
     flags = {"scaling_strategy": "all", "scaling_factor": 10, "sequence_length": 4096}
-    facts |= {"config": flags | {"logging_frequency": 4}, "tokens_per_step": 8192}
+    flags |= {"batch_size": 1, "model_dtype": "bf16", "compute_dtype": None, "logging_frequency": 4}
+    facts |= {"config": flags, "tokens_per_step": 8192}
     facts |= {"model": asdict(build_config("all", 10, 131_072))}
     for script, seconds in (("train_fsdp.py", 1.0), ("simulated_train.py", 0.8)):
         log = LogWriter(folder / f"{script}.out")
@@ -219,3 +303,73 @@ def test_replicas_pay_from_where_they_are_always_faster(
             return 2.0 if replicate == (gpus in faster) else 1.0
 
     assert replicate_from(cast(Links, Table()), ("all", 10), 50) == first
+
+
+BANDWIDTH, TRAINED, SIMULATED = "bandwidth.out", "train_fsdp.py.out", "simulated_train.py.out"
+
+
+def simulated_steps(seconds: str) -> tuple[str, str]:
+    return r"(?<=Step time \(s\): )(0.8|1.5)0000", seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "reason"),
+    [
+        (BANDWIDTH, "1.125e-05", "1.0", "seconds do not grow"),
+        (BANDWIDTH, "0.000135", "1.125e-05", "seconds do not grow"),
+        (BANDWIDTH, r"Link: .*2\^20.*\n", "", "two sizes"),
+        (BANDWIDTH, "1.125e-05", "0.0", "ZeroDivisionError"),
+        (BANDWIDTH, "median_s", "m", "median_s"),
+        (BANDWIDTH, "End: .*\n", "", "status is killed"),
+        (BANDWIDTH, '"cuda"', '"cpu"', "2 cpu ranks"),
+        (BANDWIDTH, '"cuda"', '"cuda", "tiny": true', "--tiny"),
+        (BANDWIDTH, "nccl_environment", "n", "nccl_environment"),
+        (BANDWIDTH, '"NCCL_NVLS_ENABLE"', '"NCCL_P2P_DISABLE"', "no transport"),
+        (TRAINED, "completed", "out_of_memory", "status is out_of_memory"),
+        (TRAINED, '"world_size": 2', '"world_size": 4', "4 cuda ranks"),
+        (TRAINED, '"batch_size": 1', '"batch_size": 2', "batch_size"),
+        (TRAINED, '"sequence_length": 4096', '"sequence_length": 2048', "sequence_length"),
+        (TRAINED, '"bf16"', '"fp32"', "model_dtype"),
+        (TRAINED, r"Step: (8|12|16) .*\n", "", "median"),
+        (TRAINED, '"config": ', '"config": 3, "y": ', "int"),
+        (TRAINED, '"scaling_factor": 10', '"scaling_factor": 1', "no shape"),
+        (SIMULATED, "cuda", "cpu", "2 cpu ranks"),
+        (SIMULATED, *simulated_steps("1.03000"), "slower than"),
+        (SIMULATED, r"Step: (8|12|16) .*\n", "", "median"),
+        (SIMULATED, *simulated_steps("0.00100"), "no time to compute"),
+        (SIMULATED, '"model": ', '"model": 3, "y": ', "TypeError"),
+    ],
+)  # fmt: skip
+def test_a_log_that_is_no_evidence_is_refused(
+    tmp_path: Path, name: str, old: str, new: str, reason: str
+) -> None:
+    write_logs(tmp_path)
+    text, count = re.subn(old, new, (tmp_path / name).read_text())
+    assert count
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"cannot be used: .*{reason}") as refused:
+        link_section(tmp_path)
+    assert name in str(refused.value)
+
+
+def test_noise_between_two_runs_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    write_logs(tmp_path)
+    text, count = re.subn(*simulated_steps("1.01000"), (tmp_path / SIMULATED).read_text())
+    assert count
+    (tmp_path / SIMULATED).write_text(text)
+    assert "| 1010.0 |" in link_section(tmp_path)
+
+
+@pytest.mark.parametrize("name", [BANDWIDTH, TRAINED, SIMULATED])
+def test_two_logs_of_one_measurement_are_refused(tmp_path: Path, name: str) -> None:
+    write_logs(tmp_path)
+    (tmp_path / "later.out").write_bytes((tmp_path / name).read_bytes())
+    with pytest.raises(ValueError, match=r"\.out cannot be used: .* is of the same"):
+        link_section(tmp_path)
+
+
+def test_a_named_pipe_is_no_log(tmp_path: Path) -> None:
+    write_logs(tmp_path)
+    section = link_section(tmp_path)
+    os.mkfifo(tmp_path / "x.out")
+    assert link_section(tmp_path) == section

@@ -1,5 +1,6 @@
 """Does README.md say what the logs, the code and the Makefile say?"""
 
+import os
 import re
 import shutil
 import subprocess
@@ -135,6 +136,48 @@ def test_an_unusable_published_log_is_refused(tmp_path: Path) -> None:
     (core / "a.out").write_text("nothing\n")
     with pytest.raises(ValueError, match=r"a\.out"):
         figures.core_runs(tmp_path)
+
+
+def damage(path: Path, old: str, new: str) -> None:
+    text, count = re.subn(old, new, path.read_text(encoding="utf-8"))
+    assert count
+    path.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("bench/ceiling.json", r"(?s).*", "{}"),
+        ("bench/ceiling.json", r"(?s).*", "x"),
+        ("bench/ceiling.json", '"device"', '"d"'),
+        ("bench/all_2_batch_1.out", '"cuda"', '"cpu"'),
+        ("bench/all_2_batch_1.out", '"logging_frequency"', '"l"'),
+        ("what_fits/load_all.out", r"End: .*\n", ""),
+        ("what_fits/load_all.out", '"predicted_gib"', '"p"'),
+        ("what_fits/load_all.out", '"cuda"', '"cpu"'),
+        ("what_fits/simulated_2.out", '"world_size": 2, "simulated": true', '"simulated": true'),
+        ("what_fits/train_all_full.out", r"Run: .*\n", ""),
+        ("parity/all_2_bf16_reference_2x4.out", '"cuda"', '"cpu"'),
+        ("core/train_all_8.out", '"config"', '"c"'),
+    ],
+)
+def test_damaged_evidence_is_named(tmp_path: Path, name: str, old: str, new: str) -> None:
+    shutil.copytree(PUBLISHED, tmp_path / "logs")
+    damage(tmp_path / "logs" / "h200" / name, old, new)
+    with pytest.raises(ValueError, match=rf"{Path(name).name} cannot be used: "):
+        figures.render(README, tmp_path / "logs")
+
+
+def test_damage_ends_in_one_line_and_a_pipe_is_no_log(tmp_path: Path) -> None:
+    shutil.copytree(PUBLISHED, tmp_path / "logs")
+    for folder in ("what_fits", "bench"):
+        os.mkfifo(tmp_path / "logs" / "h200" / folder / "x.out")
+    assert figures.render(README, tmp_path / "logs") == figures.render(README, PUBLISHED)
+    damage(tmp_path / "logs" / "h200" / "bench" / "ceiling.json", r"(?s).*", "{}")
+    command = [sys.executable, "figures.py", "--check", "--published", str(tmp_path / "logs")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "ceiling.json cannot be used: " in done.stderr
 
 
 def test_parity_on_gpus_is_told_from_one_folder(tmp_path: Path) -> None:
