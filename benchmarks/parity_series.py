@@ -6,9 +6,9 @@
 
 Each run is the real script through the real launcher, with a log of its own in ``--logs-dir``,
 which has its name once the run is complete. Runs that have a log are not repeated, so an
-interrupted series goes on, and the two series on GPUs share their references. Then every FSDP
-configuration is judged against the references as loss_ablation.py does; the exit status is 1 when
-a run is missing or one of them is not equal.
+interrupted series goes on, and the two series on GPUs share their references; one series at a time
+writes there. Then every FSDP configuration is judged against the references as loss_ablation.py
+does; the exit status is 1 when a run is missing or one of them is not equal.
 """
 
 import itertools
