@@ -22,9 +22,11 @@ _ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# Measured on Hopper alone: forward and backward of attention_triton.py take 0.65 of cuDNN's time.
+# Measured on Hopper alone: forward and backward of attention_triton.py take two
+# thirds of cuDNN's time (LOG.md). Sequences are whole blocks of it.
 _SMALL_HEAD = 32
 _HOPPER = (9, 0)
+_BLOCK = 128
 
 
 def attention_order(device: torch.device) -> AbstractContextManager[Any]:
@@ -37,7 +39,7 @@ def attention_order(device: torch.device) -> AbstractContextManager[Any]:
 def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
     """Softmax of the causal scores, times the values: (B, T, H, K).
 
-    Each G-th of the query heads reads one key-value head (Ainslie et al. 2023).
+    H / G query heads in a row read the same key-value head (Ainslie et al. 2023).
     """
     if suits_small_heads(q_BTHK):
         return attention(q_BTHK, k_BTGK, v_BTGK)[0]
@@ -57,7 +59,7 @@ def suits_small_heads(q_BTHK: Tensor) -> bool:
         q_BTHK.device.type == "cuda"
         and q_BTHK.dtype == torch.bfloat16
         and q_BTHK.shape[3] == _SMALL_HEAD
-        and q_BTHK.shape[1] % 128 == 0
+        and q_BTHK.shape[1] % _BLOCK == 0
         and _is_hopper_with_triton()
     )
 
@@ -68,7 +70,7 @@ def _is_hopper_with_triton() -> bool:
     return is_hopper and importlib.util.find_spec("triton") is not None
 
 
-@torch.library.custom_op("fsdp_experiments::attention", mutates_args=())
+@torch.library.custom_op("small_heads::attention", mutates_args=())
 def attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sums of `attention_triton.forward`."""
     import attention_triton  # on machines without a GPU there may be no triton
@@ -77,13 +79,13 @@ def attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, T
 
 
 @attention.register_fake
-def _(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-    B, T, H, _ = q_BTHK.shape
+def _(q_BTHK: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    B, T, H = q_BTHK.shape[:3]
     lse_BHT = q_BTHK.new_empty((B, H, T), dtype=torch.float32)
     return torch.empty_like(q_BTHK, memory_format=torch.contiguous_format), lse_BHT
 
 
-@torch.library.custom_op("fsdp_experiments::attention_backward", mutates_args=())
+@torch.library.custom_op("small_heads::attention_backward", mutates_args=())
 def attention_backward(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
@@ -100,14 +102,7 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGK: Tensor,
-    lse_BHT: Tensor,
-    grad_BTHK: Tensor,
-    delta_BHT: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(q_BTHK: Tensor, k_BTGK: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     import attention_triton
 
     B, T, H, K = q_BTHK.shape
@@ -145,5 +140,5 @@ ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.fsdp_experiments.attention.default,
+    torch.ops.small_heads.attention.default,
 }
