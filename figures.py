@@ -211,34 +211,37 @@ def _parity_name(run: RunLog) -> str:
     return ", ".join([name, *(words for words, holds in details.items() if holds)])
 
 
-def parity_table(folder: Path) -> str:
+def parity_table(comparisons: Sequence[tuple[str, Comparison]]) -> str:
     """Markdown table of `parity_comparisons`; empty without any."""
-    rows = [format_row(name, comparison) for name, comparison in parity_comparisons(folder)]
+    rows = [format_row(name, comparison) for name, comparison in comparisons]
     return "\n".join([TABLE_HEAD, *rows]) if rows else ""
 
 
 def parity(published: Path) -> str:
     """FSDP against training without it: on CPU ranks, with planted faults, and on a GPU."""
-    if not (table := parity_table(published / "cpu" / "parity")):
-        return ""
-    verdicts = []
+    verdicts, tables, runs = [], [], []
     for where, device in (("CPU ranks", "cpu"), ("H200s", "h200")):
-        found = [each.verdict for _, each in parity_comparisons(published / device / "parity")]
-        ranks = {facts(run).gpus for run in load_runs(published / device / "parity")[0]}
-        one = ", all on one rank, which shards nothing" * (ranks == {1})
+        folder = published / device / "parity"
+        comparisons = parity_comparisons(folder)
+        tables.append(parity_table(comparisons))
+        runs.append(load_runs(folder)[0])
+        found = [each.verdict for _, each in comparisons]
+        one = ", all on one rank, which shards nothing" * ({facts(r).gpus for r in runs[-1]} == {1})
         equal = f"{found.count('equal')} of {len(found)} on {where}{one}"
         none = f"no series on {where} is published yet (LOG.md has what was tried)"
         verdicts.append(equal if found else none)
-    on_gpus, faults = _gpu_parity(published / "h200" / "parity"), _fault_table(published)
-    commits = _commits(load_runs(published / "cpu" / "parity")[0])
-    return told("parity", verdicts="; ".join(verdicts), on_gpus=on_gpus, table=table, faults=faults,
-                commits=commits)  # fmt: skip
-
-
-def _gpu_parity(folder: Path) -> str:
-    if not (table := parity_table(folder)):
+    if not tables[0]:
         return ""
-    runs = [run for run in load_runs(folder)[0] if facts(run).fsdp]
+    return told(
+        "parity", verdicts="; ".join(verdicts), on_gpus=_gpu_parity(runs[1], tables[1]),
+        table=tables[0], faults=_fault_table(published), commits=_commits(runs[0]),
+    )  # fmt: skip
+
+
+def _gpu_parity(all_runs: Sequence[RunLog], table: str) -> str:
+    if not table:
+        return ""
+    runs = [run for run in all_runs if facts(run).fsdp]
     series = "two-gpus" if any(facts(run).gpus > 1 for run in runs) else "one-gpu"
     ends = [run.end for run in runs if run.end and facts(run).model_dtype == "bf16"]
     moved_pct = 100 * min((end["digest"]["moved_share"] for end in ends), default=math.nan)

@@ -290,10 +290,11 @@ def main(config: SeriesConfig) -> int:
         refuse(error)
     deadline = time.monotonic() + 60 * config.max_minutes
     run_all(missing, num_jobs=config.jobs, deadline=deadline)
-    print(parity_table(folder))
+    comparisons = parity_comparisons(folder)
+    print(parity_table(comparisons))
     if missing := [run.log.name for run in runs if not run.is_complete]:
         print(f"run again to go on; missing: {', '.join(missing)}", file=sys.stderr)
-    equal = all(found.verdict == "equal" for _, found in parity_comparisons(folder))
+    equal = all(found.verdict == "equal" for _, found in comparisons)
     return 0 if equal and not missing else 1
 
 
