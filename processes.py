@@ -8,11 +8,17 @@ import platform
 import signal
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 LOCK_NAME = "writer.lock"
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what such file systems answer
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_TIED = """
+import os, signal, sys, processes
+processes.die_with_parent(int(sys.argv[1]), signal.SIGTERM)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 _held: dict[Path, int] = {}  # descriptors of lock files: closing one unlocks
 
 
@@ -68,3 +74,11 @@ def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:  # it ended before
         sys.exit("the process that started this one has ended")
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """A command that is asked to stop when this process ends; to be run from the repository.
+
+    By SIGTERM, which torchrun hands on to its ranks: were it killed, they would stay.
+    """
+    return [sys.executable, "-c", _TIED, str(os.getpid()), *command]

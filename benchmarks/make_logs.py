@@ -1,21 +1,17 @@
 """How do the benchmarks make their logs? Each once, in order: an interrupted series goes on."""
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from cli import flag_of
+from processes import tied
 from run_log import read_run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_script(
@@ -24,13 +20,11 @@ def run_script(
 ) -> str:  # fmt: skip
     """Run Python with these words, and the log as the last flag; how it ended, in words.
 
-    The kernel ends it with us, by SIGTERM, which torchrun hands on to its ranks.
+    It is asked to stop when we end.
     """
     command = [sys.executable, *words, log_flag, os.path.relpath(log, REPOSITORY)]
-    done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | (environment or {}),
-                          stdout=subprocess.DEVNULL, check=check,
-                          preexec_fn=partial(LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGTERM),
-                          )  # fmt: skip
+    done = subprocess.run(tied(command), cwd=REPOSITORY, env=os.environ | (environment or {}),
+                          stdout=subprocess.DEVNULL, check=check)  # fmt: skip
     return f"status {done.returncode}"
 
 

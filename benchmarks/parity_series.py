@@ -27,19 +27,12 @@ sys.path.insert(0, str(REPOSITORY))
 
 from cli import parse_flags, refuse  # noqa: E402
 from figures import parity_comparisons, parity_table  # noqa: E402
-from processes import lock_folder  # noqa: E402
+from processes import lock_folder, tied  # noqa: E402
 from run_log import RunLog, read_runs  # noqa: E402
 
 # Micro-batches × rows of the references: they differ in the order of the sums alone.
 REFERENCES = ((8, 1), (4, 2), (2, 4))
 POLL_S = 0.1
-# In front of a command: it is asked to stop when the process of this id ends, be it by kill -9.
-# (Not killed: the ranks of torchrun would stay.)
-TIED = """
-import os, signal, sys, processes
-processes.die_with_parent(int(sys.argv[1]), signal.SIGTERM)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 @dataclass(frozen=True)
@@ -175,10 +168,9 @@ class Run:
         self._start_next()
 
     def _start_next(self) -> None:
-        command = [sys.executable, "-c", TIED, str(os.getpid()), *self.commands.pop(0)]
-        command += ["--log-file", _seen_from_root(self.unfinished_log)]
+        words = [*self.commands.pop(0), "--log-file", _seen_from_root(self.unfinished_log)]
         # In a session of its own: Ctrl-C on the terminal reaches it once, through us.
-        self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL,
+        self.process = subprocess.Popen(tied(words), cwd=REPOSITORY, stdout=subprocess.DEVNULL,
                                         env=log_environment(), start_new_session=True)  # fmt: skip
 
     def goes_on(self) -> bool:
