@@ -79,7 +79,7 @@ def plan(config: WhatFitsConfig) -> dict[str, Callable[[Path], str]]:
         makers[f"train_{strategy}_{mode}"] = partial(search_alone, one)
         answer = config.output_dir / f"train_{strategy}_{mode}.out"
         makers[f"steps_{strategy}_{mode}"] = partial(train_at_answer, one, answer)
-    for (strategy, factor, rows), compiled in product(MEASURED, (False, True)):
+    for compiled, (strategy, factor, rows) in product((False, True), MEASURED):
         for mode in ("none", "selective", "full"):
             one = replace(base, scaling_strategy=strategy, low=factor, high=factor, batch_size=rows,
                           compile=compiled, activation_checkpointing=mode)  # fmt: skip
