@@ -52,7 +52,7 @@ def _attend(
 
 
 @triton.jit
-def _forward(
+def _attention_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, scale, T,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -107,7 +107,7 @@ def _differentiate(
 
 
 @triton.jit
-def _backward(
+def _attention_backward(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, grad_q_ptr, grad_k_ptr, grad_v_ptr, scale, T,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -162,7 +162,7 @@ def forward(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Ten
     B, T, H, K = q_BTHK.shape
     out_BTHK = torch.empty_like(q_BTHK)
     lse_BHT = q_BTHK.new_empty((B, H, T), dtype=torch.float32)
-    _forward[(B * H, T // FORWARD["BLOCK_M"])](
+    _attention_forward[(B * H, T // FORWARD["BLOCK_M"])](
         q_BTHK, k_BTGK, v_BTGK, out_BTHK, lse_BHT, LOG2_E * K**-0.5, T,
         H=H, G=k_BTGK.shape[2], K=K, **FORWARD, num_warps=4,
     )  # fmt: skip
@@ -185,7 +185,7 @@ def backward(
     grad_q_BTHK = torch.zeros_like(q_BTHK, dtype=torch.float32)
     grad_k_BTGPK = q_BTHK.new_empty((B, T, G, parts, K), dtype=torch.float32)
     grad_v_BTGPK = torch.empty_like(grad_k_BTGPK)
-    _backward[(B * G * parts, T // BACKWARD["BLOCK_N"])](
+    _attention_backward[(B * G * parts, T // BACKWARD["BLOCK_N"])](
         q_BTHK, k_BTGK, v_BTGK, grad_BTHK, lse_BHT, delta_BHT, grad_q_BTHK, grad_k_BTGPK,
         grad_v_BTGPK, LOG2_E * K**-0.5, T,
         H=H, G=G, K=K, PARTS=parts, HEADS=HEADS_PER_PROGRAM, **BACKWARD, num_warps=4,

@@ -5,6 +5,7 @@ moment counts once: for the first kind in KINDS of which something runs, so that
 counts only where no computation hides it. What a kernel does is told from its name.
 """
 
+import collections
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 _NAMES = {
     "attention": r"cudnn|fmha|flash|scaled_dot_product|attention",
     "communication": r"nccl|gloo|c10d",
-    "optimizer": r"multi_tensor_apply|adam|_foreach_|lpnorm",
+    # Of the compiled kernels only the update of AdamW interpolates.
+    "optimizer": r"multi_tensor_apply|adam|_foreach_|lpnorm|_lerp_",
     "loss": r"logsumexp|log_softmax|nll_loss|cross_entropy",
     "matmuls": r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitkreduce|aten::(add|b|add?bmm)?mm$",
     # Compiled kernels name all that they fuse, and a copy is then the least of it.
@@ -24,6 +26,8 @@ ELEMENTWISE, IDLE = "norm and elementwise", "idle"
 # From what hides to what is hidden.
 KINDS: tuple[str, ...] = ("attention", "loss", "matmuls", "optimizer", ELEMENTWISE, "communication",
                           "copies", IDLE)  # fmt: skip
+
+NUM_LARGEST, NAME_CHARS = 20, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,17 @@ def seconds_by_kind(intervals: Iterable[Interval], wall_s: float) -> dict[str, f
         last_us = now_us
     seconds[IDLE] = max(0.0, wall_s - sum(seconds[kind] for kind in KINDS if kind != IDLE))
     return seconds
+
+
+def largest_kernels(intervals: Iterable[Interval]) -> dict[str, float]:
+    """Seconds of the NUM_LARGEST kernels that ran longest, so that a reader can tell their kinds.
+
+    Names are cut to NAME_CHARS; what ran at the same time counts for each.
+    """
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for interval in intervals:
+        seconds[interval.name[:NAME_CHARS]] += (interval.end_us - interval.start_us) / 1e6
+    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:NUM_LARGEST])
 
 
 def check_record(record: Mapping) -> None:

@@ -19,8 +19,8 @@ from run_log import RunLog
 from tables import as_text, told, told_tables
 
 ORIGINAL = Path(__file__).resolve().parent / "data" / "original.csv"
-# How the original ran; our runs at another batch or length are compared with none of its.
-SAME = {"batch_size": 1, "grad_accumulation_steps": 1, "sequence_length": 4096,
+# How the original ran, at batch 1; our runs at another length are compared with none of its.
+SAME = {"grad_accumulation_steps": 1, "sequence_length": 4096,
         "activation_checkpointing": "none"}  # fmt: skip
 FIGURES = "plots/published/h200"
 PUBLISHED_MFU_LOG = "loss_ablation_fsdp/lsai-454149.out"
@@ -37,23 +37,43 @@ def read_original() -> list[Any]:
     ).reset_index())  # fmt: skip
 
 
-def read_ours(runs: Sequence[RunLog]) -> list[Any]:
-    """Our runs as the original ran, with nothing offloaded; a row per size and configuration.
-
-    Raises ValueError where two of our configurations answer to one row.
-    """
+def read_points(runs: Sequence[RunLog]) -> list[Any]:
+    """Our runs as the original ran but for the batch, with nothing offloaded; repeats pooled."""
     points: Any = study.drawn_points(table(runs), "from-config")[0]
-    rows = [
+    return [
         row
         for row in study.rows_of(points.assign(speed=points["tokens_per_s"]))
         if all(getattr(row, field) == value for field, value in SAME.items())
         and not study.settings_of(row).get("cpu_offload")
     ]
+
+
+def at_batch_1(points: Sequence[Any]) -> list[Any]:
+    """Those at the original's batch; a row per size and configuration.
+
+    Raises ValueError where two of our configurations answer to one row.
+    """
+    rows = [row for row in points if row.batch_size == 1]
     keys = [_key(row) for row in rows]
     if twice := {key for key in keys if keys.count(key) > 1}:
         names = "strategy {}, factor {}, FSDP {}, GPUs {}".format(*sorted(twice)[0])
         raise ValueError(f"runs of several configurations, or ends, compete for one row: {names}")
     return rows
+
+
+def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
+    """What larger batches give, and how many times the tokens/s of batch 1."""
+    alone = {_key(row): row.speed for row in ours}
+    larger = [row for row in points if row.batch_size > 1 and row.status == "trained"]
+    return [
+        [
+            f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
+            "yes" if row.fsdp else "no", str(row.gpus), str(row.batch_size), f"{row.speed:,.0f}",
+            as_text(row.mfu_pct, ".2f"), as_text(row.speed / alone.get(_key(row), math.nan), ".2f"),
+            as_text(row.peak_gib, ".1f"),
+        ]
+        for row in sorted(larger, key=lambda row: (*_key(row), row.batch_size))
+    ]  # fmt: skip
 
 
 def _key(row: Any, gpus: int | None = None) -> tuple[str, int, bool, int]:
@@ -101,9 +121,9 @@ def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
     failed = [row for row in original if row.fsdp and row.status == study.OUT_OF_MEMORY]
     failed = min(failed, key=lambda row: row.num_parameters)
     wall = told("scaling: wall", reached=_largest(original, fsdp=True), failed=failed)
-    single, sharded = (_largest(ours, fsdp=fsdp) for fsdp in (False, True))
-    if single and sharded:
-        wall += " " + told("scaling: our wall", single=single, sharded=sharded)
+    alone, sharded = (_largest(ours, fsdp=fsdp) for fsdp in (False, True))
+    if alone and sharded:
+        wall += " " + told("scaling: our wall", single=alone, sharded=sharded)
     lines.append(wall)
     theirs, mine = (
         [100 * with_fsdp.speed / without.speed for with_fsdp, without in pairs]
@@ -114,6 +134,13 @@ def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
     gaps = [with_fsdp.peak_gib - without.peak_gib for with_fsdp, without in _pairs(ours, 1)]
     if gaps := [gap for gap in gaps if not math.isnan(gap)]:
         lines.append(told("scaling: memory", low=min(gaps), high=max(gaps)))
+    single = [row for row in ours if row.status == "trained" and row.gpus == 1]
+    spare, other = (
+        max([r.peak_reserved_gib - r.peak_gib for r in single if r.fsdp == fsdp], default=math.nan)
+        for fsdp in (True, False)
+    )
+    if not math.isnan(spare + other):
+        lines.append(told("scaling: reserved", spare=spare, other=other))
     return lines
 
 
@@ -158,7 +185,8 @@ def scaling_section(published: Path) -> str:
     runs = load_published(published / "h200" / "scaling")
     if not runs:
         return ""
-    original, ours = read_original(), read_ours(runs)
+    original, points = read_original(), read_points(runs)
+    ours = at_batch_1(points)
     devices = sorted({f"{row.device}, torch {row.torch_version}" for row in ours})
     counted = pd.read_csv(ORIGINAL)["training_tokens_pct"]
     values = {"figures": FIGURES, "devices": "; ".join(devices), "counted": _span(counted)}
@@ -166,6 +194,9 @@ def scaling_section(published: Path) -> str:
     compared = told_tables({"scaling": rows}, skip_steps=SKIP_STEPS, **values)
     found = "\n".join(f"- {line}" for line in findings(original, ours))
     kinds = " | ".join(f"{kind} (%)" for kind in KINDS)
-    shares = {"scaling: breakdown": breakdown_rows(runs)}
-    explained = told_tables(shares, figures=FIGURES, kinds=kinds)
+    more = {
+        "scaling: batches": batch_rows(points, ours),
+        "scaling: breakdown": breakdown_rows(runs),
+    }
+    explained = told_tables(more, figures=FIGURES, kinds=kinds)
     return "\n\n".join(filter(None, (compared, found, explained)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 import utils
-from breakdown import Interval, seconds_by_kind
+from breakdown import Interval, largest_kernels, seconds_by_kind
 from distributed import EXIT_STATUS, SLOW_PHASE_S, Failure, Watch, World, describe_failure
 from hardware import peak_tflops
 from model import count_params
@@ -254,6 +254,9 @@ class Profiler:
             "num_kernels_per_step": len(intervals) / num_steps,
             "seconds_per_step": {kind: value / num_steps for kind, value in seconds.items()},
             "shares": {kind: value / total_s for kind, value in seconds.items()},
+            "largest_kernels": {
+                name: value / num_steps for name, value in largest_kernels(intervals).items()
+            },
         }
 
 

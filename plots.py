@@ -252,9 +252,11 @@ def draw_line(axes: plt.Axes, line: study.Line, points: pd.DataFrame, name: str)
     faces = ["white" if cut else color for cut in points["cut_short"]]
     axes.scatter(sizes, values, 46, faces, marker=marker, edgecolors=[color], linewidths=1.6,
                  zorder=3)  # fmt: skip
-    for row in study.rows_of(points[points["n"] > 1]):
-        axes.annotate(f"n={row.n}", (row.num_parameters, getattr(row, name)), (6, 5),
-                      textcoords="offset points", fontsize=9, color=color)  # fmt: skip
+    for row in study.rows_of(points):
+        words = [f"batch {row.batch_size}"] * line.has_own_batches + [f"n={row.n}"] * (row.n > 1)
+        if words:
+            axes.annotate(", ".join(words), (row.num_parameters, getattr(row, name)), (6, 5),
+                          textcoords="offset points", fontsize=9, color=color)  # fmt: skip
 
 
 def draw_crosses(axes: plt.Axes, line: study.Line, height: float) -> None:

@@ -4,6 +4,7 @@ Runs that differ in any setting but their size are on lines of their own, whose 
 tells them apart; repeats of one configuration are pooled and counted.
 """
 
+import collections
 import json
 import statistics
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from analysis import pool, table
 from run_log import RunLog
 
 OUT_OF_MEMORY = "out_of_memory"
+AT_THE_POINT = "at the point"
 # What is no line's own, or makes its colour; all other settings of a run split lines.
 COLOR_FIELDS = ("fsdp", "gpus", "nodes")
 LINE_FIELDS = ("strategy", "batch_size", "grad_accumulation_steps", "sequence_length",
@@ -40,6 +42,11 @@ class Line:
     hue: int  # number of the configuration
     shape: int  # number of the variant
     points: pd.DataFrame
+
+    @property
+    def has_own_batches(self) -> bool:
+        """Whether the batch is another at each size, so that a point must say it."""
+        return AT_THE_POINT in self.variant
 
 
 def rows_of(frame: Any) -> list[Any]:
@@ -119,6 +126,7 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
     rows = sorted(rows_of(points), key=lambda row: (row.fsdp, row.gpus, row.strategy))
     names = [configuration_of(row) for row in rows]
     own = [settings_of(row) for row in rows]
+    _join_batches(rows, own)
     telling = telling_settings(own, names)
     variants = [variant_of(fields, telling) for fields in own]
     hues, shapes = list(dict.fromkeys(names)), list(dict.fromkeys(variants))
@@ -128,6 +136,19 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
              own_points.sort_values("num_parameters"))
         for (name, variant), own_points in ordered.groupby(["name", "variant"], sort=False)
     ]  # fmt: skip
+
+
+def _join_batches(rows: Sequence[Any], own: Sequence[dict[str, Any]]) -> None:
+    """Name batches that were run at one size alone alike: the largest that fits is such a one."""
+    sizes: dict[tuple[str, int], set[int]] = collections.defaultdict(set)
+    for row in rows:
+        sizes[row.strategy, row.batch_size].add(row.num_parameters)
+    for strategy in {strategy for strategy, _ in sizes}:
+        alone = {b: at for (s, b), at in sizes.items() if s == strategy and len(at) == 1 < b}
+        if len(set.union(set(), *alone.values())) > 1:
+            for row, fields in zip(rows, own, strict=True):
+                if row.strategy == strategy and row.batch_size in alone:
+                    fields["batch_size"] = AT_THE_POINT
 
 
 def configuration_of(row: Any) -> str:

@@ -1,5 +1,6 @@
 """Is a step's time given to the kind of work that it went to, and each moment only once?"""
 
+import ast
 import os
 import re
 import subprocess
@@ -39,6 +40,7 @@ COPY, SILU = "Memcpy DtoD", "triton_poi_fused_mul_silu_4"
         ("void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMeta>", "optimizer"),
         ("void at::native::lpnorm_cleanup<c10::BFloat16>", "optimizer"),
         ("aten::_fused_adamw_", "optimizer"),
+        ("triton_poi_fused__to_copy_add_copy_copy__div_lerp_mul_sqrt_sub_3", "optimizer"),
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication"),
         ("gloo:all_reduce", "communication"),
         ("Memset (Device)", "copies"),
@@ -50,6 +52,19 @@ COPY, SILU = "Memcpy DtoD", "triton_poi_fused_mul_silu_4"
 )
 def test_kernels_are_told_by_their_names(name: str, kind: str) -> None:
     assert kind_of(name) == kind
+
+
+def test_kernels_of_our_own_are_told_by_their_names() -> None:
+    source = ast.parse((ROOT / "attention_triton.py").read_text())
+    started = {
+        call.func.value.id
+        for call in ast.walk(source)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Subscript)
+        and isinstance(call.func.value, ast.Name)
+    }
+    assert len(started) == 2
+    assert {kind_of(name) for name in started} == {"attention"}
 
 
 def test_published_profiles_are_understood() -> None:
@@ -133,3 +148,11 @@ def test_a_profiled_training_says_where_its_time_went(tmp_path: Path) -> None:
         assert record["seconds_per_step"][kind] > 0, kind
     assert record["shares"]["matmuls"] > record["shares"]["loss"]
     assert record["shares"]["communication"] == 0
+    largest = record["largest_kernels"]
+    assert 5 < len(largest) <= 20
+    assert list(largest.values()) == sorted(largest.values(), reverse=True)
+    assert {"aten::mm", "attention"} & {*largest, *map(kind_of, largest)} == {
+        "aten::mm",
+        "attention",
+    }
+    assert 0 < largest["aten::mm"] <= record["seconds_per_step"]["matmuls"] * (1 + 1e-9)

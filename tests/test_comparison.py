@@ -10,7 +10,14 @@ from test_plots import SEED_LOGS, SHARDED, needs_seed_logs, shares
 from test_plots import write as write  # the fixture
 
 from analysis import facts, load_runs, mean_metrics
-from comparison import ORIGINAL, findings, read_original, read_ours, scaling_section
+from comparison import (
+    ORIGINAL,
+    at_batch_1,
+    findings,
+    read_original,
+    read_points,
+    scaling_section,
+)
 
 Write = Callable[..., Path]
 H200 = "h200/scaling/"
@@ -52,7 +59,7 @@ def write_study(write: Write) -> None:
         write([1.0, 1.0, 0.8 * speed], name=f"{H200}{factor}_fsdp.out", factor=factor, **SHARDED)
     write([], name=f"{H200}12.out", factor=12, status="out_of_memory")
     # None of these is how the original ran.
-    write([1.0, 1.0, 9e9], name=f"{H200}batch.out", flags={"batch_size": 8})
+    write([1.0, 1.0, 284_531.28], name=f"{H200}batch.out", flags={"batch_size": 8})
     flags = {"cpu_offload": True}
     write([1.0, 1.0, 9e9], name=f"{H200}offload.out", flags=flags, **SHARDED)
 
@@ -60,7 +67,7 @@ def write_study(write: Write) -> None:
 def test_sizes_stand_side_by_side(write: Write, tmp_path: Path) -> None:
     write_study(write)
     text = scaling_section(tmp_path / "logs")
-    small = row_of(text, "`all` 2", "190,857,728", "no")
+    small = row_of(text, "`all` 2", "190,857,728", "no", "1", "71,133")
     assert small[3:] == ["1", "71,133", "8.24", "1", "142,266", "16.47", "2.00"]
     assert row_of(text, "`all` 2", "190,857,728", "yes")[3:8] == [
         "2", "34,006", "3.94", "1", "113,813",
@@ -76,11 +83,23 @@ def test_sizes_stand_side_by_side(write: Write, tmp_path: Path) -> None:
         "it left 36 to 48 % of the tokens/s of one GPU without it; on one GPU here, with nothing "
         "offloaded, 80 to 80 %",
         "its peak differs by +0.0 to +0.0 GiB",
+        "reserves up to 6.0 GiB more than is allocated at once (without it 6.0)",
         "22 to 28 % of whose positions are training tokens",
         "NVIDIA H200, torch 2.11, against",
     ):
         assert words in text, words
     assert "profile" not in text
+
+
+def test_larger_batches_stand_in_a_table_of_their_own(write: Write, tmp_path: Path) -> None:
+    write_study(write)
+    write([1.0, 1.0, 40_000.0], name=f"{H200}8b.out", factor=8, flags={"batch_size": 5})
+    write([], name=f"{H200}8c.out", factor=8, flags={"batch_size": 6}, status="out_of_memory")
+    text = scaling_section(tmp_path / "logs")
+    found = row_of(text, "`all` 8", "3,959,687,168", "no", "1", "5")
+    assert found[5:] == ["40,000", "115.63", "2.00", "60.0"]
+    assert row_of(text, "`all` 2", "190,857,728", "no", "1", "8")[7] == "2.00"
+    assert "| 6 |" not in text
 
 
 def test_the_same_number_of_gpus_is_preferred(write: Write, tmp_path: Path) -> None:
@@ -114,7 +133,7 @@ def test_ambiguous_runs_are_refused(write: Write, tmp_path: Path) -> None:
     write([1.0, 1.0, 5.0])
     write([1.0, 1.0, 7.0], flags={"compile": False})
     with pytest.raises(ValueError, match="strategy all, factor 2, FSDP False, GPUs 1"):
-        read_ours(load_runs(tmp_path / "logs")[0])
+        at_batch_1(read_points(load_runs(tmp_path / "logs")[0]))
 
 
 def test_findings_without_runs_of_ours() -> None:

@@ -212,6 +212,25 @@ def test_runs_that_differ_share_no_line(
         assert line.hue == 0
 
 
+def test_batches_of_one_size_each_are_one_line(write: Write, tmp_path: Path) -> None:
+    """The largest batch that fits is another at each size."""
+    for factor, batch in ((2, 120), (4, 30), (6, 12)):
+        write([1.0, 1.0, 5.0], factor=factor)
+        write([1.0, 1.0, 9.0], factor=factor, flags={"batch_size": batch})
+    write([1.0, 1.0, 8.0], factor=4, flags={"batch_size": 28}, **SHARDED)
+    for factor in (2, 4):
+        write([1.0, 1.0, 7.0], factor=factor, flags={"batch_size": 8})
+    lines, _ = lines_of(tmp_path / "logs")
+    assert {key: line.points["batch_size"].tolist() for key, line in lines.items()} == {
+        ("1 GPU, no FSDP", "batch 1"): [1, 1, 1],
+        ("1 GPU, no FSDP", "batch 8"): [8, 8],
+        ("1 GPU, no FSDP", "batch at the point"): [120, 30, 12],
+        ("1 GPU, FSDP", "batch at the point"): [28],
+    }
+    [line] = [line for key, line in lines.items() if key == ("1 GPU, FSDP", "batch at the point")]
+    assert line.has_own_batches
+
+
 def test_one_colour_per_configuration(write: Write, tmp_path: Path) -> None:
     sharding = {"cpu_offload": False, "reshard_after_forward": True}
     for batch, (gpus, fsdp) in itertools.product((1, 8), ((1, {}), (1, SHARDED), (16, SHARDED))):
