@@ -93,12 +93,12 @@ def build_step(
 ) -> Step:
     """The step that suits the device and the flags: one CUDA graph, or launched op by op.
 
-    A graph replays fixed addresses, which FSDP's gathered parameters lack: never used there.
+    Under FSDP the collectives are part of the graph; there it is one only when asked for.
     """
     microbatch_flops = inputs.flops_per_token * config.batch_size * config.sequence_length
-    launch_bound = config.cuda_graph == "auto" and microbatch_flops < LAUNCH_BOUND_FLOPS
-    wanted = config.cuda_graph == "on" or launch_bound
-    if wanted and world.device.type == "cuda" and not config.fsdp:
+    launch_bound = microbatch_flops < LAUNCH_BOUND_FLOPS and not config.fsdp
+    wanted = config.cuda_graph == "on" or (config.cuda_graph == "auto" and launch_bound)
+    if wanted and world.device.type == "cuda":
         return GraphedStep(model, config, world, set_phase)
     return EagerStep(model, config, world, set_phase)
 

@@ -78,7 +78,7 @@ class TrainConfig(ModelFlags):
     fused_optimizer: bool = True
     """One fused kernel per group of parameters in AdamW."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
-    """Replay a whole step as one CUDA graph; `auto`: without FSDP, where launching is the limit."""
+    """Replay a step as one CUDA graph; `auto`: where launching is the limit, not under FSDP."""
     deterministic: bool = False
     """Use only kernels that give the same bits on every run."""
     fail_on_nonfinite: bool = True
@@ -154,6 +154,8 @@ class FSDPTrainConfig(TrainConfig):
         size = launched_world_size()
         must = f"divide the number of ranks ({size})"
         check_flags(self, "replicas", must, lambda replicas: replicas >= 1 and size % replicas == 0)
+        if self.cpu_offload and self.cuda_graph == "on":
+            raise ValueError("--cuda-graph on is not for --cpu-offload, where the host takes part")
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,13 @@ def make_deterministic() -> None:
 def use_expandable_segments() -> None:
     """Let the GPU allocator grow its segments (few fragments), unless the user configured it.
 
-    Must come before the first allocation. The variable's older name works for all versions.
+    Must come before the first allocation. The variable's older name works for all versions. NCCL
+    takes a segment for one allocation when it registers the buffers of a captured graph, and hangs
+    (pytorch/pytorch#158029): it must not.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def device_name(device: torch.device) -> str:

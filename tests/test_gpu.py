@@ -10,11 +10,11 @@ import torch
 import attention
 import attention_cases
 import job
-from distributed import single_world
+from distributed import shard, sharded_world, single_world
 from optimizer import CompiledAdamW
 from run_log import RunLog, read_run
 from step import clipped_update
-from train_config import TrainConfig, open_inputs
+from train_config import FSDPTrainConfig, TrainConfig, open_inputs
 from trainer import build_model, materialize, running_job, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -30,13 +30,19 @@ CONFIG = TrainConfig(
 )
 
 
-def run(tmp_path: Path, **changes: object) -> RunLog:
+SHARDED = FSDPTrainConfig(**dataclasses.asdict(CONFIG))
+
+
+def run(tmp_path: Path, base: TrainConfig = CONFIG, **changes: object) -> RunLog:
     """The log of one run in this process."""
     path = tmp_path / f"{len(list(tmp_path.iterdir()))}.out"
-    config = dataclasses.replace(CONFIG, log_file=path, **changes)
+    config = dataclasses.replace(base, log_file=path, **changes)
     inputs = open_inputs(config)
-    with single_world() as world, running_job(config, inputs, world) as job:
+    in_world = sharded_world(1) if config.fsdp else single_world()
+    with in_world as world, running_job(config, inputs, world) as job:
         model = build_model(config, inputs)
+        if isinstance(config, FSDPTrainConfig):
+            shard(model, world, config.sharding(inputs))
         materialize(model, config, world)
         train(model, job)
     return read_run(path)
@@ -75,6 +81,18 @@ def test_graphs_compilation_and_checkpointing_change_no_loss(tmp_path: Path) -> 
     assert losses["plain"][0] - losses["plain"][-1] > 0.5
     for name, values in losses.items():
         torch.testing.assert_close(values, losses["plain"], rtol=2e-5, atol=0, msg=name)
+
+
+def test_a_graph_holds_what_fsdp_does(tmp_path: Path) -> None:
+    losses = []
+    for graph in ("off", "on"):
+        torch._dynamo.reset()
+        found = run(tmp_path, SHARDED, cuda_graph=graph, compute_dtype="fp32", model_dtype="fp32",
+                    grad_accumulation_steps=2)  # fmt: skip
+        assert found.status == "completed", found.end
+        losses.append(torch.tensor([step.loss for step in found.steps]))
+    assert losses[0][0] - losses[0][-1] > 0.5
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
 
 
 def test_the_kernels_for_small_heads_compute_attention() -> None:

@@ -56,10 +56,10 @@ def test_blocks_are_fresh() -> None:
 
 
 def test_a_stale_block_is_found_and_mended(tmp_path: Path) -> None:
-    number = "75,501,824"
+    number = "| 256 | 8 | 8 | 75,501,824 |"
     assert README.count(number) == 1
     readme = tmp_path / "README.md"
-    readme.write_text(README.replace(number, "75,501,825"), encoding="utf-8")
+    readme.write_text(README.replace(number, number.replace("824", "825")), encoding="utf-8")
     command = [sys.executable, "figures.py", "--readme", str(readme)]
     check = [*command, "--check"]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}

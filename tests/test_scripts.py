@@ -210,6 +210,9 @@ def test_bad_input_on_ranks_is_said_once() -> None:
     assert err.count("--replicas must divide the number of ranks (2), not 3") == 1
     code, out, err = run(*TORCHRUN, "2", "train.py", *COMMON)
     assert code == 1 and err.count("use train_fsdp.py for several") == 1
+    flags = ("--cpu-offload", "--cuda-graph", "on")
+    code, out, err = run(sys.executable, "train_fsdp.py", *COMMON, *flags)
+    assert (code, out) == (2, "") and "--cuda-graph on is not for --cpu-offload" in err
 
 
 def test_dry_run_prints_the_plan_and_stops() -> None:
