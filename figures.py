@@ -143,7 +143,14 @@ def what_fits(published: Path) -> str:
     """The fitting experiment on one H200, with its figure."""
     folder = published / "h200" / "what_fits"
     shown = f"![What trains on how many GPUs]({WHAT_FITS_FIGURE})\n\n"
-    return shown * bool(fit_report.simulated_rows(folder)) + what_fits_tables(folder)
+    parts = [shown * bool(fit_report.simulated_rows(folder)) + what_fits_tables(folder)]
+    trainings = ("scaling", "bench")
+    errors = [e for name in trainings for e in fit_report.training_errors(folder.parent / name)]
+    if errors and parts[0]:
+        worst = max(abs(error) for error in errors)
+        parts.append(told("fits: trainings", num_runs=len(errors), worst=worst,
+                          min_peak_gib=fit_report.MIN_PEAK_GIB))  # fmt: skip
+    return "\n\n".join(parts)
 
 
 def checkpoint_costs(folder: Path) -> dict[str, Any]:

@@ -11,8 +11,17 @@ import seaborn as sns
 from matplotlib import pyplot as plt
 
 from analysis import find_logs
-from memory import GIB, MODEL_VOCAB_SIZE, ActivationCheckpointing, FitConfig, largest_of, setup_of
-from model_config import build_config, count_params
+from memory import (
+    GIB,
+    MODEL_VOCAB_SIZE,
+    ActivationCheckpointing,
+    FitConfig,
+    Setup,
+    largest_of,
+    predict,
+    setup_of,
+)
+from model_config import TransformerConfig, build_config, count_params
 from run_log import RunLog, blaming, read_run
 
 # Smaller peaks are mostly what every process has.
@@ -20,6 +29,7 @@ MIN_PEAK_GIB = 10.0
 GPUS = (1, 2, 4, 8, 16, 32, 64)
 EARLIER_WALL = 14  # the largest `all` factor that the earlier experiment trained on any GPUs
 WHAT = ("scaling_strategy", "factor", "activation_checkpointing", "compile")
+NUM_BYTES = {"bf16": 2, "bfloat16": 2, "fp32": 4, "float32": 4}
 STATE_BYTES = 8  # per parameter: bf16 parameter, gradient and two moments
 
 
@@ -84,6 +94,29 @@ def error_rows(folder: Path) -> list[list[str]]:
                         *_prediction(probe),
                     ]  # fmt: skip
     return [rows[place] for place in sorted(rows)]
+
+
+def training_errors(folder: Path) -> list[float]:
+    """Error of the memory model in percent, for each completed training that peaked high enough."""
+    errors = []
+    for run in map(read_run, find_logs(folder)):
+        with blaming(run.path):
+            record, peak_gib = run.run or {}, (run.end or {}).get("peak_gib")
+            if run.status == "completed" and peak_gib and peak_gib > MIN_PEAK_GIB:
+                predicted = predict(_setup_of(record)).allocated / GIB
+                errors.append(100 * (predicted / peak_gib - 1))
+    return errors
+
+
+def _setup_of(record: dict[str, Any]) -> Setup:
+    flags, replicas = record["config"], record["replicas"]
+    return Setup(
+        TransformerConfig(**record["model"]), flags["sequence_length"], flags["batch_size"],
+        flags["grad_accumulation_steps"], NUM_BYTES[flags["model_dtype"]],
+        NUM_BYTES[record["compute_dtype"]], flags["activation_checkpointing"], flags["compile"],
+        record["fsdp"], record["world_size"] // replicas, replicas,
+        flags.get("cpu_offload", False), flags.get("reshard_after_forward", True),
+    )  # fmt: skip
 
 
 def simulated_rows(folder: Path) -> list[list[str]]:
