@@ -35,7 +35,7 @@ CAPTION_FIELDS = ("device", "torch_version", "model_dtype", "compute_dtype", "se
                   "batch_size", "activation_checkpointing", "compiled")  # fmt: skip
 MAX_VARIANTS = 10  # in a legend
 MFU_TOLERANCE = 0.02
-CLOSE = 1.25  # sizes nearer than this factor have no room for two labels
+CLOSE = 1.28  # sizes nearer than this factor have no room for two labels
 MAX_TICKS = 6  # as many labels as half a figure has room for
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 FOUR = ("tokens_per_sec", "training_tokens_pct", "mfu", "tflops")

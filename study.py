@@ -18,7 +18,7 @@ from analysis import pool, table
 from run_log import RunLog
 
 OUT_OF_MEMORY = "out_of_memory"
-AT_THE_POINT = "at the point"
+AS_LABELLED = "as labelled"
 # What is no line's own, or makes its colour; all other settings of a run split lines.
 COLOR_FIELDS = ("fsdp", "gpus", "nodes")
 LINE_FIELDS = ("strategy", "batch_size", "grad_accumulation_steps", "sequence_length",
@@ -46,7 +46,7 @@ class Line:
     @property
     def has_own_batches(self) -> bool:
         """Whether the batch is another at each size, so that a point must say it."""
-        return AT_THE_POINT in self.variant
+        return AS_LABELLED in self.variant
 
 
 def rows_of(frame: Any) -> list[Any]:
@@ -148,7 +148,7 @@ def _join_batches(rows: Sequence[Any], own: Sequence[dict[str, Any]]) -> None:
         if len(set.union(set(), *alone.values())) > 1:
             for row, fields in zip(rows, own, strict=True):
                 if row.strategy == strategy and row.batch_size in alone:
-                    fields["batch_size"] = AT_THE_POINT
+                    fields["batch_size"] = AS_LABELLED
 
 
 def configuration_of(row: Any) -> str:

@@ -224,10 +224,10 @@ def test_batches_of_one_size_each_are_one_line(write: Write, tmp_path: Path) -> 
     assert {key: line.points["batch_size"].tolist() for key, line in lines.items()} == {
         ("1 GPU, no FSDP", "batch 1"): [1, 1, 1],
         ("1 GPU, no FSDP", "batch 8"): [8, 8],
-        ("1 GPU, no FSDP", "batch at the point"): [120, 30, 12],
-        ("1 GPU, FSDP", "batch at the point"): [28],
+        ("1 GPU, no FSDP", "batch as labelled"): [120, 30, 12],
+        ("1 GPU, FSDP", "batch as labelled"): [28],
     }
-    [line] = [line for key, line in lines.items() if key == ("1 GPU, FSDP", "batch at the point")]
+    [line] = [line for key, line in lines.items() if key == ("1 GPU, FSDP", "batch as labelled")]
     assert line.has_own_batches
 
 
