@@ -27,7 +27,7 @@ ELEMENTWISE, IDLE = "norm and elementwise", "idle"
 KINDS: tuple[str, ...] = ("attention", "loss", "matmuls", "optimizer", ELEMENTWISE, "communication",
                           "copies", IDLE)  # fmt: skip
 
-NUM_LARGEST, NAME_CHARS = 20, 100
+NUM_LARGEST, NAME_CHARS = 20, 250
 
 
 @dataclass(frozen=True, slots=True)

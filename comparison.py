@@ -23,6 +23,8 @@ ORIGINAL = Path(__file__).resolve().parent / "data" / "original.csv"
 SAME = {"grad_accumulation_steps": 1, "sequence_length": 4096,
         "activation_checkpointing": "none"}  # fmt: skip
 FIGURES = "plots/published/h200"
+GIB = 2**30
+GRADIENT_BYTES = 2  # bf16
 PUBLISHED_MFU_LOG = "loss_ablation_fsdp/lsai-454149.out"
 
 
@@ -53,26 +55,42 @@ def at_batch_1(points: Sequence[Any]) -> list[Any]:
 
     Raises ValueError where two of our configurations answer to one row.
     """
-    rows = [row for row in points if row.batch_size == 1]
-    keys = [_key(row) for row in rows]
+    return _one_each([row for row in points if row.batch_size == 1])
+
+
+def _one_each(rows: list[Any]) -> list[Any]:
+    keys = [(*_key(row), row.batch_size) for row in rows]
     if twice := {key for key in keys if keys.count(key) > 1}:
-        names = "strategy {}, factor {}, FSDP {}, GPUs {}".format(*sorted(twice)[0])
+        names = "strategy {}, factor {}, FSDP {}, GPUs {}, batch {}".format(*sorted(twice)[0])
         raise ValueError(f"runs of several configurations, or ends, compete for one row: {names}")
     return rows
 
 
 def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
-    """What larger batches give, and how many times the tokens/s of batch 1."""
-    alone = {_key(row): row.speed for row in ours}
+    """What larger batches give, and how many times the tokens/s of the same settings at batch 1.
+
+    Raises ValueError where two of our configurations answer to one row.
+    """
     larger = [row for row in points if row.batch_size > 1 and row.status == "trained"]
+    alone = {_key(row): row for row in ours}
+
+    def settings(row: Any) -> dict[str, Any]:
+        return study.settings_of(row) | {"batch_size": 1}
+
+    def gain(row: Any) -> float:
+        base = alone.get(_key(row))
+        if base is None or settings(base) != settings(row):
+            return math.nan
+        return row.speed / base.speed
+
     return [
         [
             f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
-            "yes" if row.fsdp else "no", str(row.gpus), str(row.batch_size), f"{row.speed:,.0f}",
-            as_text(row.mfu_pct, ".2f"), as_text(row.speed / alone.get(_key(row), math.nan), ".2f"),
+            "yes" if row.fsdp else "no", f"{row.gpus}{_repeats(row)}", str(row.batch_size),
+            as_text(row.speed, ",.0f"), as_text(row.mfu_pct, ".2f"), as_text(gain(row), ".2f"),
             as_text(row.peak_gib, ".1f"),
         ]
-        for row in sorted(larger, key=lambda row: (*_key(row), row.batch_size))
+        for row in sorted(_one_each(larger), key=lambda row: (*_key(row), row.batch_size))
     ]  # fmt: skip
 
 
@@ -105,10 +123,13 @@ def comparison_rows(original: Sequence[Any], ours: Sequence[Any]) -> list[list[s
 def _cells(row: Any) -> list[str]:
     if row is None:
         return ["–", "not run", "–"]
-    repeats = f" (n={row.n})" if row.n > 1 else ""
     if row.status == study.OUT_OF_MEMORY:
-        return [f"{row.gpus}{repeats}", "out of memory", "–"]
-    return [f"{row.gpus}{repeats}", f"{row.speed:,.0f}", as_text(row.mfu_pct, ".2f")]
+        return [f"{row.gpus}{_repeats(row)}", "out of memory", "–"]
+    return [f"{row.gpus}{_repeats(row)}", f"{row.speed:,.0f}", as_text(row.mfu_pct, ".2f")]
+
+
+def _repeats(row: Any) -> str:
+    return f" (n={row.n})" if row.n > 1 else ""
 
 
 def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
@@ -121,42 +142,39 @@ def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
     failed = [row for row in original if row.fsdp and row.status == study.OUT_OF_MEMORY]
     failed = min(failed, key=lambda row: row.num_parameters)
     wall = told("scaling: wall", reached=_largest(original, fsdp=True), failed=failed)
-    alone, sharded = (_largest(ours, fsdp=fsdp) for fsdp in (False, True))
+    single = [row for row in ours if row.gpus == 1 and row.status == "trained"]
+    alone, sharded = (_largest(single, fsdp=fsdp) for fsdp in (False, True))
     if alone and sharded:
         wall += " " + told("scaling: our wall", single=alone, sharded=sharded)
     lines.append(wall)
     theirs, mine = (
         [100 * with_fsdp.speed / without.speed for with_fsdp, without in pairs]
-        for pairs in (_pairs(original, 2), _pairs(ours, 1))
+        for pairs in (_pairs(original, 2), _pairs(single, 1))
     )
     if theirs and mine:
         lines.append(told("scaling: costs", theirs=_span(theirs), mine=_span(mine)))
-    gaps = [with_fsdp.peak_gib - without.peak_gib for with_fsdp, without in _pairs(ours, 1)]
+    gaps = [with_fsdp.peak_gib - without.peak_gib for with_fsdp, without in _pairs(single, 1)]
     if gaps := [gap for gap in gaps if not math.isnan(gap)]:
         lines.append(told("scaling: memory", low=min(gaps), high=max(gaps)))
-    single = [row for row in ours if row.status == "trained" and row.gpus == 1]
-    spare, other = (
-        max([r.peak_reserved_gib - r.peak_gib for r in single if r.fsdp == fsdp], default=math.nan)
-        for fsdp in (True, False)
-    )
-    if not math.isnan(spare + other):
-        lines.append(told("scaling: reserved", spare=spare, other=other))
+    spare = [(r.peak_reserved_gib - r.peak_gib, r) for r in single if r.fsdp]
+    if known := [pair for pair in spare if not math.isnan(pair[0])]:
+        gib, most = max(known, key=lambda pair: pair[0])
+        gradients_gib = most.num_parameters * GRADIENT_BYTES / GIB
+        lines.append(told("scaling: reserved", spare=gib, at=most, gradients=gradients_gib))
     return lines
 
 
-def _trained(rows: Sequence[Any], *, fsdp: bool) -> list[Any]:
-    return [r for r in rows if r.strategy == "all" and r.fsdp == fsdp and r.status == "trained"]
-
-
 def _largest(rows: Sequence[Any], *, fsdp: bool) -> Any:
-    return max(_trained(rows, fsdp=fsdp), key=lambda row: row.factor, default=None)
+    """The row of the largest `all` that trained."""
+    trained = [r for r in rows if r.strategy == "all" and r.fsdp == fsdp and r.status == "trained"]
+    return max(trained, key=lambda row: row.factor, default=None)
 
 
 def _pairs(rows: Sequence[Any], gpus: int) -> list[tuple[Any, Any]]:
     """(with FSDP on some GPUs, on one GPU without) at each size that trained both ways."""
-    alone = {row.factor: row for row in _trained(rows, fsdp=False)}
-    sharded = [row for row in _trained(rows, fsdp=True) if row.gpus == gpus]
-    return [(row, alone[row.factor]) for row in sharded if row.factor in alone]
+    trained = {_key(row): row for row in rows if row.status == "trained"}
+    both = [(row, trained.get((*key[:2], False, 1))) for key, row in trained.items() if key[2]]
+    return [(row, base) for row, base in both if base is not None and row.gpus == gpus]
 
 
 def _span(values: Any) -> str:

@@ -143,14 +143,14 @@ def what_fits(published: Path) -> str:
     """The fitting experiment on one H200, with its figure."""
     folder = published / "h200" / "what_fits"
     shown = f"![What trains on how many GPUs]({WHAT_FITS_FIGURE})\n\n"
-    parts = [shown * bool(fit_report.simulated_rows(folder)) + what_fits_tables(folder)]
-    trainings = ("scaling", "bench")
-    errors = [e for name in trainings for e in fit_report.training_errors(folder.parent / name)]
-    if errors and parts[0]:
-        worst = max(abs(error) for error in errors)
-        parts.append(told("fits: trainings", num_runs=len(errors), worst=worst,
-                          min_peak_gib=fit_report.MIN_PEAK_GIB))  # fmt: skip
-    return "\n\n".join(parts)
+    text = shown * bool(fit_report.simulated_rows(folder)) + what_fits_tables(folder)
+    trainings = [folder.parent / name for name in ("scaling", "bench")] if text else []
+    errors = [error for each in trainings for error in fit_report.training_errors(each)]
+    if not errors:
+        return text
+    worst, least = max(map(abs, errors)), fit_report.MIN_PEAK_GIB
+    words = told("fits: trainings", num_runs=len(errors), worst=worst, min_peak_gib=least)
+    return f"{text}\n\n{words}"
 
 
 def checkpoint_costs(folder: Path) -> dict[str, Any]:

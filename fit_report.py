@@ -10,7 +10,7 @@ from typing import Any, get_args
 import seaborn as sns
 from matplotlib import pyplot as plt
 
-from analysis import find_logs
+from analysis import find_logs, load_published
 from memory import (
     GIB,
     MODEL_VOCAB_SIZE,
@@ -99,11 +99,12 @@ def error_rows(folder: Path) -> list[list[str]]:
 def training_errors(folder: Path) -> list[float]:
     """Error of the memory model in percent, for each completed training that peaked high enough."""
     errors = []
-    for run in map(read_run, find_logs(folder)):
+    for run in load_published(folder):
         with blaming(run.path):
-            record, peak_gib = run.run or {}, (run.end or {}).get("peak_gib")
+            peak_gib = (run.end or {}).get("peak_gib")
             if run.status == "completed" and peak_gib and peak_gib > MIN_PEAK_GIB:
-                predicted = predict(_setup_of(record)).allocated / GIB
+                # A run that was resumed tells the peak of its last part.
+                predicted = predict(_setup_of(run.runs[-1])).allocated / GIB
                 errors.append(100 * (predicted / peak_gib - 1))
     return errors
 

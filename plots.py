@@ -252,10 +252,12 @@ def draw_line(axes: plt.Axes, line: study.Line, points: pd.DataFrame, name: str)
     faces = ["white" if cut else color for cut in points["cut_short"]]
     axes.scatter(sizes, values, 46, faces, marker=marker, edgecolors=[color], linewidths=1.6,
                  zorder=3)  # fmt: skip
+    # Where lines lie on each other, so would their words: a height for each configuration.
+    height = -15 if name == "peak_memory" else 5 - 20 * (line.hue % 2)
     for row in study.rows_of(points):
         words = [f"batch {row.batch_size}"] * line.has_own_batches + [f"n={row.n}"] * (row.n > 1)
         if words:
-            axes.annotate(", ".join(words), (row.num_parameters, getattr(row, name)), (6, 5),
+            axes.annotate(", ".join(words), (row.num_parameters, getattr(row, name)), (6, height),
                           textcoords="offset points", fontsize=9, color=color)  # fmt: skip
 
 
@@ -264,7 +266,10 @@ def draw_crosses(axes: plt.Axes, line: study.Line, height: float) -> None:
     for row in study.rows_of(line.points[line.points["status"] == study.OUT_OF_MEMORY]):
         at, color = (row.num_parameters, height), style(line)[0]
         axes.plot(*at, "x", color=color, markersize=8, markeredgewidth=2.2)
-        axes.annotate(f"{row.strategy} {row.factor}", at, (-8, 0), fontsize=8.5, color="0.35",
+        words = f"{row.strategy} {row.factor}"
+        if line.has_own_batches:
+            words += f", batch {row.batch_size}"
+        axes.annotate(words, at, (-8, 0), fontsize=8.5, color="0.35",
                       textcoords="offset points", ha="right", va="center")  # fmt: skip
 
 

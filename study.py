@@ -46,7 +46,7 @@ class Line:
     @property
     def has_own_batches(self) -> bool:
         """Whether the batch is another at each size, so that a point must say it."""
-        return AS_LABELLED in self.variant
+        return AS_LABELLED in self.variant or self.points["batch_size"].nunique() > 1
 
 
 def rows_of(frame: Any) -> list[Any]:
@@ -126,29 +126,40 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
     rows = sorted(rows_of(points), key=lambda row: (row.fsdp, row.gpus, row.strategy))
     names = [configuration_of(row) for row in rows]
     own = [settings_of(row) for row in rows]
-    _join_batches(rows, own)
+    _join_batches(rows, names, own)
     telling = telling_settings(own, names)
     variants = [variant_of(fields, telling) for fields in own]
     hues, shapes = list(dict.fromkeys(names)), list(dict.fromkeys(variants))
     ordered = points.loc[[row.Index for row in rows]].assign(name=names, variant=variants)
     return [
         Line(name, variant, hues.index(name), shapes.index(variant),
-             own_points.sort_values("num_parameters"))
+             own_points.sort_values(["num_parameters", "batch_size"]))
         for (name, variant), own_points in ordered.groupby(["name", "variant"], sort=False)
     ]  # fmt: skip
 
 
-def _join_batches(rows: Sequence[Any], own: Sequence[dict[str, Any]]) -> None:
-    """Name batches that were run at one size alone alike: the largest that fits is such a one."""
-    sizes: dict[tuple[str, int], set[int]] = collections.defaultdict(set)
-    for row in rows:
-        sizes[row.strategy, row.batch_size].add(row.num_parameters)
-    for strategy in {strategy for strategy, _ in sizes}:
-        alone = {b: at for (s, b), at in sizes.items() if s == strategy and len(at) == 1 < b}
-        if len(set.union(set(), *alone.values())) > 1:
-            for row, fields in zip(rows, own, strict=True):
-                if row.strategy == strategy and row.batch_size in alone:
-                    fields["batch_size"] = AS_LABELLED
+def _join_batches(rows: Sequence[Any], names: Sequence[str], own: Sequence[dict[str, Any]]) -> None:
+    """Name the largest batch at each size alike, where they are not all the same but 1.
+
+    Decided among the runs of one configuration that differ in size and batch alone. Out of memory
+    counts to them where no run of that configuration trained at such a batch but the largest.
+    """
+    groups: dict[str, list[int]] = collections.defaultdict(list)
+    for number, (name, fields) in enumerate(zip(names, own, strict=True)):
+        groups[repr((name, fields | {"batch_size": None}))].append(number)
+    for group in groups.values():
+        trained = [rows[n] for n in group if rows[n].status != OUT_OF_MEMORY]
+        largest: dict[int, int] = {}
+        for row in trained:
+            size = row.num_parameters
+            largest[size] = max(row.batch_size, largest.get(size, 1))
+        larger = set(largest.values()) - {1}
+        usual = {r.batch_size for r in trained if r.batch_size != largest[r.num_parameters]} | {1}
+        for n in group if len(larger) > 1 else ():
+            batch, is_out = rows[n].batch_size, rows[n].status == OUT_OF_MEMORY
+            at_most = largest.get(rows[n].num_parameters, 1)
+            if batch > 1 and (batch not in usual if is_out else batch == at_most):
+                own[n]["batch_size"] = AS_LABELLED
 
 
 def configuration_of(row: Any) -> str:

@@ -71,7 +71,7 @@ def use_expandable_segments() -> None:
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def device_name(device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """Does the comparison with the earlier implementation say what its logs and ours say?"""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def test_sizes_stand_side_by_side(write: Write, tmp_path: Path) -> None:
         "it left 36 to 48 % of the tokens/s of one GPU without it; on one GPU here, with nothing "
         "offloaded, 80 to 80 %",
         "its peak differs by +0.0 to +0.0 GiB",
-        "reserves up to 6.0 GiB more than is allocated at once (without it 6.0)",
+        "reserves up to 6.0 GiB more than is allocated at once",
         "22 to 28 % of whose positions are training tokens",
         "NVIDIA H200, torch 2.11, against",
     ):
@@ -100,6 +101,39 @@ def test_larger_batches_stand_in_a_table_of_their_own(write: Write, tmp_path: Pa
     assert found[5:] == ["40,000", "115.63", "2.00", "60.0"]
     assert row_of(text, "`all` 2", "190,857,728", "no", "1", "8")[7] == "2.00"
     assert "| 6 |" not in text
+    # The speed of batch 1 is compared with that of the same settings alone.
+    write(
+        [1.0, 1.0, 9.0], name=f"{H200}8d.out", factor=8, flags={"batch_size": 4, "compile": False}
+    )
+    text = scaling_section(tmp_path / "logs")
+    assert row_of(text, "`all` 8", "3,959,687,168", "no", "1", "4")[7] == "n/a"
+    write(
+        [1.0, 1.0, 9.0], name=f"{H200}8e.out", factor=8, flags={"batch_size": 5, "compile": False}
+    )
+    with pytest.raises(ValueError, match="strategy all, factor 8, FSDP False, GPUs 1, batch 5"):
+        scaling_section(tmp_path / "logs")
+
+
+def test_findings_do_not_depend_on_chance(write: Write, tmp_path: Path) -> None:
+    write_study(write)
+    lines = findings(read_original(), at_batch_1(read_points(load_runs(tmp_path / "logs")[0])))
+    [near] = [line for line in lines if line.startswith("**Near the limit")]
+    assert "6.0 GiB more than is allocated at once (`all` 2, whose gradients take 0.4)" in near
+    write([1.0, 1.0, 9.0], name=f"{H200}19.out", factor=19, world_size=16, **SHARDED)
+    for name, factor in ((f"{H200}1_fsdp.out", 1), (f"{H200}9_fsdp.out", 9)):
+        log = write([1.0, 1.0, 9.0], name=name, factor=factor, **SHARDED)
+        log.write_text(re.sub(r" \| Peak.*", "", log.read_text()))
+    write([1.0, 1.0, 9.0], name=f"{H200}n.out", flags={"scaling_strategy": "n_layers"}, factor=1)
+    flags = {"scaling_strategy": "n_layers"}
+    log = write([1.0, 1.0, 9.0], name=f"{H200}nf.out", flags=flags, factor=1, **SHARDED)
+    log.write_text(
+        log.read_text().replace("Peak memory (GiB): 60.000", "Peak memory (GiB): 64.000")
+    )
+    again = findings(read_original(), at_batch_1(read_points(load_runs(tmp_path / "logs")[0])))
+    assert near in again
+    text = " ".join(again)
+    assert "up to `all` 9 with it" in text
+    assert "differs by +0.0 to +4.0 GiB" in text
 
 
 def test_the_same_number_of_gpus_is_preferred(write: Write, tmp_path: Path) -> None:

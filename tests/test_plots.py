@@ -212,23 +212,55 @@ def test_runs_that_differ_share_no_line(
         assert line.hue == 0
 
 
-def test_batches_of_one_size_each_are_one_line(write: Write, tmp_path: Path) -> None:
-    """The largest batch that fits is another at each size."""
-    for factor, batch in ((2, 120), (4, 30), (6, 12)):
+def batches_of(lines: dict[tuple[str, str], Any]) -> dict[tuple[str, str], list[int]]:
+    return {key: line.points["batch_size"].tolist() for key, line in lines.items()}
+
+
+def test_the_largest_batches_of_a_configuration_are_one_line(write: Write, tmp_path: Path) -> None:
+    """The largest that fits is another at most sizes; where it is, chance must not matter."""
+    for factor, batch in ((2, 120), (4, 30), (6, 30), (8, 6)):
         write([1.0, 1.0, 5.0], factor=factor)
         write([1.0, 1.0, 9.0], factor=factor, flags={"batch_size": batch})
-    write([1.0, 1.0, 8.0], factor=4, flags={"batch_size": 28}, **SHARDED)
+    for factor, batch in ((4, 28), (6, 6), (8, 6)):
+        write([1.0, 1.0, 8.0], factor=factor, flags={"batch_size": batch}, **SHARDED)
     for factor in (2, 4):
         write([1.0, 1.0, 7.0], factor=factor, flags={"batch_size": 8})
+    write([], factor=8, flags={"batch_size": 7}, status="out_of_memory")
+    write([], factor=6, flags={"batch_size": 120}, status="out_of_memory")
+    flags = {"batch_size": 30, "cpu_offload": True}
+    write([1.0, 1.0, 8.0], factor=2, flags=flags, world_size=2, **SHARDED)
     lines, _ = lines_of(tmp_path / "logs")
-    assert {key: line.points["batch_size"].tolist() for key, line in lines.items()} == {
-        ("1 GPU, no FSDP", "batch 1"): [1, 1, 1],
+    found = batches_of(lines)
+    assert found.pop(("2 GPUs, FSDP", "batch 30")) == [30]
+    assert found == {
+        ("1 GPU, no FSDP", "batch 1"): [1, 1, 1, 1],
         ("1 GPU, no FSDP", "batch 8"): [8, 8],
-        ("1 GPU, no FSDP", "batch as labelled"): [120, 30, 12],
-        ("1 GPU, FSDP", "batch as labelled"): [28],
+        ("1 GPU, no FSDP", "batch as labelled"): [120, 30, 30, 120, 6, 7],
+        ("1 GPU, FSDP", "batch as labelled"): [28, 6, 6],
     }
-    [line] = [line for key, line in lines.items() if key == ("1 GPU, FSDP", "batch as labelled")]
+    labelled = {key for key, line in lines.items() if line.has_own_batches}
+    assert labelled == {key for key in found if "labelled" in key[1]}
+
+
+def test_batches_are_named_where_nothing_else_is_run(write: Write, tmp_path: Path) -> None:
+    for factor, batch in ((2, 2), (2, 16), (4, 30)):
+        write([1.0, 1.0, 5.0], factor=factor, flags={"batch_size": batch})
+    lines, _ = lines_of(tmp_path / "logs")
+    assert batches_of(lines) == {
+        ("1 GPU, no FSDP", "batch 2"): [2],
+        ("1 GPU, no FSDP", "batch as labelled"): [16, 30],
+    }
+    for path in (tmp_path / "logs").iterdir():
+        path.unlink()
+    for factor, batch in ((2, 16), (4, 30)):
+        write([1.0, 1.0, 5.0], factor=factor, flags={"batch_size": batch})
+    [line] = lines_of(tmp_path / "logs")[0].values()
     assert line.has_own_batches
+    write([1.0, 1.0, 5.0], factor=6, flags={"batch_size": 4, "compile": False})
+    write([1.0, 1.0, 5.0], factor=2, flags={"batch_size": 3}, world_size=16, **SHARDED)
+    found = batches_of(lines_of(tmp_path / "logs")[0])
+    assert found["1 GPU, no FSDP", "batch 4, not compiled"] == [4]
+    assert found["16 GPUs, FSDP", "batch 3, compiled"] == [3]
 
 
 def test_one_colour_per_configuration(write: Write, tmp_path: Path) -> None:
