@@ -31,11 +31,13 @@ PUBLISHED_MFU_LOG = "loss_ablation_fsdp/lsai-454149.out"
 def read_original() -> list[Any]:
     """A row per configuration and size; repeats are averaged and counted (n)."""
     frame = pd.read_csv(ORIGINAL)
+    frame["cut"] = frame["status"] == "killed"
     frame["status"] = frame["status"].where(frame["status"] == study.OUT_OF_MEMORY, "trained")
     keys = ["strategy", "factor", "num_parameters", "fsdp", "gpus", "nodes", "status"]
     groups = frame.groupby(keys, dropna=False, sort=False)
     return study.rows_of(groups.agg(
-        n=("log", "size"), speed=("tokens_per_s", "mean"), mfu_pct=("mfu_pct_from_config", "mean"),
+        n=("log", "size"), cut=("cut", "any"),
+        speed=("tokens_per_s", "mean"), mfu_pct=("mfu_pct_from_config", "mean"),
     ).reset_index())  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def _cells(row: Any) -> list[str]:
 
 
 def _repeats(row: Any) -> str:
-    return f" (n={row.n})" if row.n > 1 else ""
+    return f" (n={row.n})" * (row.n > 1) + " †" * getattr(row, "cut", False)
 
 
 def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
@@ -179,6 +181,18 @@ def _pairs(rows: Sequence[Any], gpus: int) -> list[tuple[Any, Any]]:
 
 def _span(values: Any) -> str:
     return f"{min(values):.0f} to {max(values):.0f}"
+
+
+def cost_summary(published: Path) -> dict[str, Any]:
+    """The largest model that one GPU trains both ways at batch 1, of each family; or nothing."""
+    ours = at_batch_1(read_points(load_published(published / "h200" / "scaling")))
+    pairs = _pairs([row for row in ours if row.gpus == 1], 1)
+    if not pairs:
+        return {}
+    shares = [100 * with_fsdp.speed / without.speed for with_fsdp, without in pairs]
+    fastest = max((base for _, base in pairs), key=lambda row: row.mfu_pct)
+    several = "" if any(row.gpus > 1 for row in ours) else " Several GPUs are not measured yet."
+    return {"row": fastest, "shares": _span(shares), "several": several}
 
 
 def breakdown_rows(runs: Sequence[RunLog]) -> list[list[str]]:

@@ -22,9 +22,9 @@ from typing import Any
 import matplotlib
 
 import fit_report
-from analysis import SKIP_STEPS, facts, find_logs, load_published, load_runs, mean_metrics
+from analysis import facts, find_logs, load_runs, mean_metrics
 from cli import parse_flags, refuse
-from comparison import scaling_section
+from comparison import cost_summary, scaling_section
 from link_report import FIGURE, link_section, plot_projection
 from loss_figure import plot_comparison
 from memory import MODEL_VOCAB_SIZE
@@ -61,36 +61,6 @@ def model_sizes(published: Path) -> str:
         shape = (factor, config.dim, config.n_layers, config.n_heads, count_params(config))
         rows.append([f"`{strategy}`", *(f"{number:,}" for number in shape)])
     return markdown_table("strategy | factor | dim | layers | heads | parameters", rows)
-
-
-def core_runs(published: Path) -> str:
-    """A row per run in ``h200/core``; nothing while there is no log.
-
-    Raises ValueError for a log there that cannot be used: evidence must not vanish silently.
-    """
-    runs = load_published(published / "h200" / "core")
-    if not runs:
-        return ""
-    runs = sorted(runs, key=lambda run: (facts(run).num_parameters, facts(run).fsdp, run.path))
-    compiled = {"compiled" if facts(run).compiled else "not compiled" for run in runs}
-    rows = [_core_row(run, published) for run in runs]
-    values = {"devices": _devices(runs), "compiled": ", ".join(sorted(compiled))}
-    return told_tables({"core-runs": rows}, skip_steps=SKIP_STEPS, **values)
-
-
-def _core_row(run: RunLog, published: Path) -> list[str]:
-    what, how = facts(run), mean_metrics(run)
-    ranks = f"FSDP, {what.gpus} rank{'s' * (what.gpus > 1)}" if what.fsdp else "no FSDP"
-    losses = f"{run.steps[0].loss:.4f} → {run.steps[-1].loss:.4f}" if run.steps else "n/a"
-    name = run.path.relative_to(published)
-    return [
-        ranks if what.status == "completed" else f"{ranks}: {what.status.replace('_', ' ')}",
-        f"`{what.strategy}` {what.factor}", f"{what.num_parameters:,}",
-        f"{what.batch_size} × {what.sequence_length}", str(what.model_dtype),
-        str(run.steps[-1].step if run.steps else 0), losses,
-        as_text(how.tokens_per_s_median, ",.0f"), as_text(how.mfu_pct, ".2f"),
-        as_text(how.peak_gib, ".2f"), f"[{name.name}](logs/published/{name.as_posix()})",
-    ]  # fmt: skip
 
 
 def bench_table(folder: Path) -> str:
@@ -166,13 +136,14 @@ def checkpoint_costs(folder: Path) -> dict[str, Any]:
     with_copy, *after = [step.step_s or 0.0 for step in saving.steps if step.step > save["step"]]
     starts = itertools.accumulate(after, initial=with_copy)
     during = [step_s for step_s, at in zip(after, starts, strict=False) if at < save["seconds"]]
-    waits = [(run.end or {})["seconds"] for run in (without, resumed)]
+    anew, setup, again = ((run.end or {})["seconds"] for run in (without, saving, resumed))
     return {
         "step_s": usual_s, "added_s": with_copy - usual_s,
         "saving_step_s": statistics.median(during or [with_copy]),
         **{name: save[name] for name in ("stopped_s", "seconds", "gib")},
-        "first_step_anew_s": waits[0]["until first step"],
-        "first_step_resumed_s": waits[1]["until first step"], "restore_s": waits[1]["restore"],
+        "first_step_anew_s": anew["until first step"], "compile_anew_s": anew["compile"],
+        "first_step_resumed_s": again["until first step"], "compile_resumed_s": again["compile"],
+        "restore_s": again["restore"], "setup_s": setup["restore"],
     }  # fmt: skip
 
 
@@ -226,23 +197,42 @@ def parity_table(comparisons: Sequence[tuple[str, Comparison]]) -> str:
 
 def parity(published: Path) -> str:
     """FSDP against training without it: on CPU ranks, with planted faults, and on a GPU."""
-    verdicts, tables, runs = [], [], []
+    on_cpu, on_gpu = published / "cpu" / "parity", published / "h200" / "parity"
+    if not (table := parity_table(parity_comparisons(on_cpu))):
+        return ""
+    gpu_table = parity_table(parity_comparisons(on_gpu))
+    return told(
+        "parity", verdicts=parity_verdicts(published), table=table,
+        on_gpus=_gpu_parity(load_runs(on_gpu)[0], gpu_table),
+        faults=_fault_table(published), commits=_commits(load_runs(on_cpu)[0]),
+    )  # fmt: skip
+
+
+def parity_verdicts(published: Path) -> str:
+    """How many ways of running FSDP are equal to no FSDP, on each kind of device."""
+    verdicts = []
     for where, device in (("CPU ranks", "cpu"), ("H200s", "h200")):
         folder = published / device / "parity"
-        comparisons = parity_comparisons(folder)
-        tables.append(parity_table(comparisons))
-        runs.append(load_runs(folder)[0])
-        found = [each.verdict for _, each in comparisons]
-        one = ", all on one rank, which shards nothing" * ({facts(r).gpus for r in runs[-1]} == {1})
+        found = [each.verdict for _, each in parity_comparisons(folder)]
+        ranks = {facts(run).gpus for run in load_runs(folder)[0]}
+        one = ", all on one rank, which shards nothing" * (ranks == {1})
         equal = f"{found.count('equal')} of {len(found)} on {where}{one}"
         none = f"no series on {where} is published yet (LOG.md has what was tried)"
         verdicts.append(equal if found else none)
-    if not tables[0]:
-        return ""
-    return told(
-        "parity", verdicts="; ".join(verdicts), on_gpus=_gpu_parity(runs[1], tables[1]),
-        table=tables[0], faults=_fault_table(published), commits=_commits(runs[0]),
-    )  # fmt: skip
+    return "; ".join(verdicts)
+
+
+def answers(published: Path) -> str:
+    """The three questions, each answered in a sentence from the published logs."""
+    lines = [
+        f"**Is FSDP correct?** Ways of running it equal to no FSDP: {parity_verdicts(published)}."
+    ]
+    fits = fit_report.best_factors(published / "h200" / "what_fits")
+    if fits:
+        lines.insert(0, told("answers: fits", **fits))
+    if costs := cost_summary(published):
+        lines.append(told("answers: costs", **costs))
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _gpu_parity(all_runs: Sequence[RunLog], table: str) -> str:
@@ -269,21 +259,23 @@ def _commits(runs: Sequence[RunLog]) -> str:
 
 
 def _fault_table(published: Path) -> str:
-    runs, _ = load_runs(published / "cpu" / "faults")
-    references = [run for run in runs if not facts(run).fsdp]
     rows = [TABLE_HEAD.replace("configuration", "fault")]
-    for run in sorted((run for run in runs if facts(run).fsdp), key=lambda run: run.path):
-        # The log does not know of the fault that was planted: its name is that of the file.
-        name = run.path.stem.removeprefix("fault_").replace("_", " ")
-        rows.append(format_row(name, compare([run], references)))
+    for folder in sorted((published / "cpu").glob("faults*")):
+        runs, _ = load_runs(folder)
+        references = [run for run in runs if not facts(run).fsdp]
+        for run in sorted((run for run in runs if facts(run).fsdp), key=lambda run: run.path):
+            # The log does not know of the fault that was planted: its name is that of the file.
+            name = run.path.stem.removeprefix("fault_").replace("_", " ")
+            name += f", {facts(run).model_dtype}"
+            rows.append(format_row(name, compare([run], references)))
     return "\n".join(rows)
 
 
 # Block of README -> its heading, and what writes it, given the folder of published logs.
 BLOCKS: dict[str, tuple[str, Callable[[Path], str]]] = {
+    "answers": ("", answers),
     "bench": ("How fast, and how close to the chip", lambda logs: bench_table(logs / "h200/bench")),
     "checkpoint": ("What a checkpoint costs", lambda at: checkpoint_table(at / "h200/checkpoint")),
-    "core-runs": ("What the training scripts do on one GPU", core_runs),
     "links": ("What does the link cost?", lambda logs: link_section(logs / "h200/links")),
     "parity": ("Is FSDP correct?", parity),
     "model-sizes": ("", model_sizes),

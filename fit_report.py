@@ -38,6 +38,12 @@ def read_searches(folder: Path) -> list[RunLog]:
     return [run for path in find_logs(folder) if (run := read_run(path)).probes]
 
 
+def _is_single(run: RunLog) -> bool:
+    """Whether it tries one size only, to hold the prediction against a peak."""
+    config = (run.run or {})["config"]
+    return config["low"] == config["high"]
+
+
 def best_probe(run: RunLog) -> dict[str, Any] | None:
     """The largest probe that fits, None without one."""
     fitting = [probe for probe in run.probes if probe["fits"]]
@@ -53,7 +59,7 @@ def search_rows(folder: Path) -> list[list[str]]:
     for run in read_searches(folder):
         with blaming(run.path):
             config, best = (run.run or {})["config"], best_probe(run)
-            if not (run.run or {})["simulated"] and config["low"] != config["high"] and best:
+            if not (run.run or {})["simulated"] and not _is_single(run) and best:
                 rows.append(_search_row(run, config, best))
     return rows
 
@@ -94,6 +100,30 @@ def error_rows(folder: Path) -> list[list[str]]:
                         *_prediction(probe),
                     ]  # fmt: skip
     return [rows[place] for place in sorted(rows)]
+
+
+def best_factors(folder: Path) -> dict[str, Any]:
+    """The largest `all` that one device loads and trains, and that simulated ranks train.
+
+    Empty where one of the three was not searched for.
+    """
+    found: dict[str, list[tuple[int, int, int]]] = {"load": [], "train": [], "simulated": []}
+    for run in read_searches(folder):
+        with blaming(run.path):
+            best, record = best_probe(run), run.run or {}
+            if best and best["scaling_strategy"] == "all" and not _is_single(run):
+                kind = "simulated" if best["simulated"] else best["mode"]
+                size = (best["factor"], best["num_parameters"])
+                found[kind].append((best["world_size"] if best["simulated"] else 1, *size))
+                device = {name: record[name] for name in ("device", "device_gib")}
+    if not all(found.values()):
+        return {}
+    gpus, factors, sizes = zip(*sorted(found["simulated"]), strict=True)
+    return {
+        "load": max(found["load"])[1], "train": max(found["train"]), **device,
+        "gpus": ", ".join(map(str, gpus)), "factors": ", ".join(map(str, factors)),
+        "sizes": ", ".join(f"{size / 1e9:.0f}" for size in sizes),
+    }  # fmt: skip
 
 
 def training_errors(folder: Path) -> list[float]:
@@ -147,7 +177,8 @@ def plot_what_fits(folder: Path, path: Path) -> None:
         axes.plot(GPUS, sizes, label=f"{'no' if mode == 'none' else mode} checkpointing")
     ideal = [gpus * device_gib * GIB / STATE_BYTES for gpus in GPUS]
     axes.plot(GPUS, ideal, "--", color="gray", label=f"ideal: {STATE_BYTES} bytes a parameter")
-    tried = [best for run in runs if (best := best_probe(run)) and best["mode"] == "train"]
+    searches = (run for run in runs if not _is_single(run))
+    tried = [best for run in searches if (best := best_probe(run)) and best["mode"] == "train"]
     tried = [best for best in tried if best["scaling_strategy"] == "all"]
     for simulated, label in ((False, "tried"), (True, "tried, ranks simulated")):
         points = {(best["world_size"], best["num_parameters"]) for best in tried
@@ -158,14 +189,14 @@ def plot_what_fits(folder: Path, path: Path) -> None:
                       markerfacecolor=fill, zorder=3)  # fmt: skip
     wall = count_params(build_config("all", EARLIER_WALL, MODEL_VOCAB_SIZE))
     axes.axhline(wall, color="firebrick", linewidth=1)
-    reason = f"the original study went no further than `all` {EARLIER_WALL}, on any number of GPUs:"
-    reason += "\nit kept all activations, which more GPUs do not divide"
+    reason = f"the original study (94.5 GiB a GPU) went no further than all {EARLIER_WALL}, on any"
+    reason += "\nnumber of GPUs: it kept all activations, which more GPUs do not divide"
     axes.annotate(reason, (GPUS[-1], wall), (0, -4), textcoords="offset points", ha="right",
                   va="top", color="firebrick", fontsize=9)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="Largest trainable parameters")
     axes.set_xticks(GPUS, [str(gpus) for gpus in GPUS], minor=False)
     axes.set_title(
-        "The largest `all` model that trains (bf16, AdamW, one row of 4096 tokens a GPU)"
+        "The largest model of the family all that trains (bf16, AdamW, 4096 tokens a GPU)"
     )
     axes.legend(title=f"{device_gib:.0f} GiB a GPU; lines predicted")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ step.py and FSDP2's sources (torch/distributed/fsdp/_fully_shard); constants are
 
 import bisect
 import itertools
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -305,7 +304,7 @@ class FitConfig:
     """Memory of one GPU (an H200: 139.8)."""
     gpus: str = "1,2,4,8,16"
     """Numbers of GPUs, comma-separated; with one, no FSDP unless offloaded."""
-    host_memory_gib: float = math.inf
+    host_memory_gib: float = 256.0
     """Memory of the host for each GPU, where offloaded states live."""
     scaling_strategy: ScalingStrategy = "all"
     """Grow width and depth together (`all`) or depth alone (`n_layers`)."""
@@ -361,12 +360,10 @@ def main(config: FitConfig) -> None:
         print(row)
     print(
         "fits: the peak, 1 % for fragments, context and communication; where fragments are fewer, "
-        "a search may find one factor more",
+        f"a search may find one factor more. Offload: {config.host_memory_gib:g} GiB of the host a "
+        "GPU (--host-memory-gib)",
         file=sys.stderr,
     )
-    if config.host_memory_gib == math.inf:
-        note = "offload: as if the host's memory had no end; --host-memory-gib bounds it"
-        print(note, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -416,8 +416,9 @@ def _judge(
 
 TABLE_HEAD = (
     "| configuration | largest loss difference | floor | relative grad-norm difference | floor "
-    "| relative weight difference | floor | most floors, of what | narrow floor | verdict |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| relative weight difference | floor | most floors, of what | moved | narrow floor "
+    "| verdict |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -434,5 +435,7 @@ def format_row(name: str, comparison: Comparison) -> str:
     names = ("loss", "grad norm", "weights")
     ratios = [(worst(gaps).ratio, name) for gaps, name in zip(kinds, names, strict=True) if gaps]
     cells += ["{:.3g}, {}".format(*max(ratios)) if ratios else "n/a"]
+    moved = comparison.moved_share
+    cells += ["n/a" if moved is None else f"{100 * moved:.0f} %"]
     cells += [f"{comparison.num_sharp} of {len(comparison.losses)} steps", comparison.verdict]
     return f"| {' | '.join([name, *cells])} |"

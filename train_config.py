@@ -280,7 +280,7 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
     if on_gpu:
         rows["largest batch size on it, when empty"] = str(largest_batch(setup, available))
     lines = [f"{name:<46}{value:>20}" for name, value in rows.items()]
-    if not on_gpu:
+    if not on_gpu and not (config.compile and inputs.compute_dtype == torch.bfloat16):
         lines.append("This is a plan for a CPU: for a GPU's add --compute-dtype bf16 --compile")
     host_needed = needed.host * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for wanted, has, where in (

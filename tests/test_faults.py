@@ -31,3 +31,11 @@ def test_fault_comes_out_not_equal(series: dict[str, Comparison], fault: str) ->
 def test_another_seed_is_not_comparable(series: dict[str, Comparison]) -> None:
     assert series["another_seed"].verdict == "not comparable"
     assert any("seed" in field for field in series["another_seed"].mismatches)
+
+
+@pytest.mark.long
+def test_faults_come_out_in_bf16(tmp_path: Path) -> None:
+    found = make_series(tmp_path, "bf16")
+    verdicts = {name: comparison.verdict for name, comparison in found.items()}
+    wrong = dict.fromkeys(FAULTS[1:-1], "not equal")
+    assert verdicts == {"none": "equal", **wrong, "another_seed": "not comparable"}

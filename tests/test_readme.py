@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -13,8 +13,6 @@ import pytest
 from matplotlib.image import imread
 
 import figures
-from model_config import build_config
-from run_log import LogWriter, StepRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -89,55 +87,6 @@ def test_damaged_markers_are_refused(damage: tuple[str, str]) -> None:
         figures.render(README.replace(*damage), PUBLISHED)
 
 
-def write_log(path: Path, *, fsdp: bool, speeds: list[float]) -> None:
-    """A job log of a small model, with one step per speed."""
-    shape = build_config("all", 2, 131_072)
-    flags = {
-        "scaling_strategy": "all", "scaling_factor": 2, "batch_size": 3, "sequence_length": 64,
-        "grad_accumulation_steps": 1, "model_dtype": "bf16", "activation_checkpointing": "none",
-        "compile": False,
-    }  # fmt: skip
-    log = LogWriter(path)
-    log.record("Run", {
-        "schema": 1, "script": "train_fsdp.py" if fsdp else "train.py", "config": flags,
-        "fsdp": fsdp, "commit": "abc", "dirty": False, "versions": {"torch": "2.13.0"},
-        "device": "NVIDIA H200", "peak_tflops": 989.0, "world_size": 1, "num_nodes": 1,
-        "replicas": 1, "global_batch": 3, "compute_dtype": "bfloat16", "model": asdict(shape),
-    })  # fmt: skip
-    for step, speed in enumerate(speeds, start=1):
-        log.step(StepRecord(step, 12 - step / 8, speed, 100.0, 1.0, 1.0, peak_gib=7.5))
-    log.record("End", {"status": "completed", "steps_done": len(speeds), "peak_gib": 8.25})
-    log.close()
-
-
-def test_core_runs_come_from_the_logs(tmp_path: Path) -> None:
-    assert figures.core_runs(tmp_path) == ""
-    core = tmp_path / "h200" / "core"
-    write_log(core / "b.out", fsdp=True, speeds=[5.0] * 10 + [1000.0, 2000.0, 2100.0])
-    write_log(core / "a.out", fsdp=False, speeds=[5.0] * 10 + [4000.0, 4000.0])
-    *_, header, _, first, second = figures.core_runs(tmp_path).splitlines()
-    names = header.strip("| ").split(" | ")
-    single, sharded = (
-        dict(zip(names, line.strip("| ").split(" | "), strict=True)) for line in (first, second)
-    )
-    assert single["run"] == "no FSDP"
-    assert sharded["run"] == "FSDP, 1 rank"
-    assert sharded["parameters"] == "190,857,728"
-    assert sharded["loss, first → last"] == "11.8750 → 10.3750"
-    assert sharded["tokens/s per GPU"] == "2,000", "median of the steps after the warm-up"
-    assert single["tokens/s per GPU"] == "4,000"
-    assert sharded["peak GiB"] == "8.25"
-    assert sharded["log"] == "[b.out](logs/published/h200/core/b.out)"
-
-
-def test_an_unusable_published_log_is_refused(tmp_path: Path) -> None:
-    core = tmp_path / "h200" / "core"
-    core.mkdir(parents=True)
-    (core / "a.out").write_text("nothing\n")
-    with pytest.raises(ValueError, match=r"a\.out"):
-        figures.core_runs(tmp_path)
-
-
 def damage(path: Path, old: str, new: str) -> None:
     text, count = re.subn(old, new, path.read_text(encoding="utf-8"))
     assert count
@@ -158,7 +107,7 @@ def damage(path: Path, old: str, new: str) -> None:
         ("what_fits/simulated_2.out", '"world_size": 2, "simulated": true', '"simulated": true'),
         ("what_fits/train_all_full.out", r"Run: .*\n", ""),
         ("parity/all_2_bf16_reference_2x4.out", '"cuda"', '"cpu"'),
-        ("core/train_all_8.out", '"config"', '"c"'),
+        ("scaling/all_8_batch_1_gpus_1_fsdp.out", '"config"', '"c"'),
     ],
 )
 def test_damaged_evidence_is_named(tmp_path: Path, name: str, old: str, new: str) -> None:
@@ -188,7 +137,7 @@ def test_parity_on_gpus_is_told_from_one_folder(tmp_path: Path) -> None:
     text = figures.parity(tmp_path)
     [told] = re.findall(r"--where ([a-z-]+)`, commit", text)
     assert told == "two-gpus"
-    assert re.search(r"In bf16 they moved at least \d+ % of the weights: ", text)
+    assert re.search(r"In bf16 at least \d+ % of the weights moved: ", text)
     assert text.count("`all` 1 fp32, 2 × 4, resumed: 2 → 1 → 2 ranks |") == 2
 
 
