@@ -255,7 +255,8 @@ def draw_line(axes: plt.Axes, line: study.Line, points: pd.DataFrame, name: str)
     # Where lines lie on each other, so would their words: a height for each configuration.
     height = -15 if name == "peak_memory" else 5 - 20 * (line.hue % 2)
     for row in study.rows_of(points):
-        words = [f"batch {row.batch_size}"] * line.has_own_batches + [f"n={row.n}"] * (row.n > 1)
+        is_labelled = line.has_own_batches and name != "training_tokens_pct"
+        words = [f"batch {row.batch_size}"] * is_labelled + [f"n={row.n}"] * (row.n > 1)
         if words:
             axes.annotate(", ".join(words), (row.num_parameters, getattr(row, name)), (6, height),
                           textcoords="offset points", fontsize=9, color=color)  # fmt: skip
