@@ -184,7 +184,7 @@ def _span(values: Any) -> str:
 
 
 def cost_summary(published: Path) -> dict[str, Any]:
-    """The largest model that one GPU trains both ways at batch 1, of each family; or nothing."""
+    """Of one GPU at batch 1: the row of most MFU, and what FSDP leaves of its speeds."""
     ours = at_batch_1(read_points(load_published(published / "h200" / "scaling")))
     pairs = _pairs([row for row in ours if row.gpus == 1], 1)
     if not pairs:
