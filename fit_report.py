@@ -189,14 +189,16 @@ def plot_what_fits(folder: Path, path: Path) -> None:
                       markerfacecolor=fill, zorder=3)  # fmt: skip
     wall = count_params(build_config("all", EARLIER_WALL, MODEL_VOCAB_SIZE))
     axes.axhline(wall, color="firebrick", linewidth=1)
-    reason = f"the original study (94.5 GiB a GPU) went no further than all {EARLIER_WALL}, on any"
+    reason = (
+        f"the original study (94.5 GiB a GPU) went no further than “all” {EARLIER_WALL}, on any"
+    )
     reason += "\nnumber of GPUs: it kept all activations, which more GPUs do not divide"
     axes.annotate(reason, (GPUS[-1], wall), (0, -4), textcoords="offset points", ha="right",
                   va="top", color="firebrick", fontsize=9)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="Largest trainable parameters")
     axes.set_xticks(GPUS, [str(gpus) for gpus in GPUS], minor=False)
     axes.set_title(
-        "The largest model of the family all that trains (bf16, AdamW, 4096 tokens a GPU)"
+        "The largest “all” model that trains (bf16, AdamW, one row of 4096 tokens a GPU)"
     )
     axes.legend(title=f"{device_gib:.0f} GiB a GPU; lines predicted")
     path.parent.mkdir(parents=True, exist_ok=True)
