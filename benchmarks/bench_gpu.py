@@ -4,8 +4,9 @@
 
 First the sustained rate of a large bf16 matmul (the ceiling), then train.py at each shape, with its
 defaults. A shape is one process: after the warm-up its log has three windows of equal length, whose
-median and spread are reported. Shapes whose log is complete are not repeated. Writes ceiling.json
-and bench.md beside the logs; the JSON of each run is its log.
+median and spread are reported. Shapes whose log is complete are not repeated. Beside the logs it
+writes ceiling.json, gpu_states.json (clock, temperature and power after each shape), and the table
+as bench.md and, with all of that, as bench.json.
 """
 
 import json
@@ -26,6 +27,7 @@ from make_logs import make_logs, run_script
 
 METHOD_VERSION = 1
 NUM_WINDOWS = 3
+STATES = "gpu_states.json"
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class BenchConfig:
 
 
 # Strategy, factor, rows, and the steps of a window, which are enough to last over a second.
-SHAPES = (("all", 2, 1, 100), ("all", 2, 8, 20), ("all", 8, 1, 10), ("all", 8, 4, 10),
-          ("n_layers", 1, 1, 10), ("n_layers", 1, 2, 10), ("all", 11, 1, 10))  # fmt: skip
+SHAPES = (("all", 1, 1, 200), ("all", 2, 1, 100), ("all", 2, 8, 20), ("all", 8, 1, 10),
+          ("all", 8, 4, 10), ("n_layers", 1, 1, 10), ("n_layers", 1, 2, 10),
+          ("all", 11, 1, 10))  # fmt: skip
 
 
 def measure_ceiling(seconds: float = 5.0, size: int = 8192) -> dict[str, Any]:
@@ -73,11 +76,34 @@ def gpu_state() -> str:
 
 
 def train_shape(strategy: str, factor: int, batch_size: int, window: int, log: Path) -> str:
-    """Train at one shape; the state of the GPU after it."""
+    """Train at one shape; how it ended, and the state of the GPU after it, which is also kept."""
     flags = f"--scaling-strategy {strategy} --scaling-factor {factor} --no-digest"
     flags += f" --batch-size {batch_size} --logging-frequency {window} --learning-rate 5e-5"
     flags += f" --training-steps {(NUM_WINDOWS + 1) * window}"
-    return f"{run_script(['train.py', *flags.split()], log)}: {gpu_state()}"
+    how, state = run_script(["train.py", *flags.split()], log), gpu_state()
+    states = read_states(log.parent) | {log.stem: state}
+    (log.parent / STATES).write_text(json.dumps(states, indent=1) + "\n")
+    return f"{how}: {state}"
+
+
+def read_states(folder: Path) -> dict[str, str]:
+    """State of the GPU after each shape, as far as it was kept."""
+    return json.loads((folder / STATES).read_text()) if (folder / STATES).exists() else {}
+
+
+def write_results(folder: Path) -> str:
+    """Write bench.md and bench.json from the logs and files of a folder; the table."""
+    table = bench_table(folder)
+    head, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines()
+                      if line.startswith("|"))  # fmt: skip
+    results = {
+        "ceiling": json.loads((folder / "ceiling.json").read_text()),
+        "gpu_states": read_states(folder),
+        "shapes": [dict(zip(head, row, strict=True)) for row in rows],
+    }
+    (folder / "bench.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    (folder / "bench.md").write_text(table + "\n")
+    return table
 
 
 def main(config: BenchConfig) -> None:
@@ -95,9 +121,7 @@ def main(config: BenchConfig) -> None:
     names = [f"{strategy}_{factor}_batch_{batch}" for strategy, factor, batch, _ in SHAPES]
     makers = {n: partial(train_shape, *shape) for n, shape in zip(names, SHAPES, strict=True)}
     make_logs(makers, folder, max_minutes=config.max_minutes)
-    table = bench_table(folder)
-    (folder / "bench.md").write_text(table + "\n")
-    print(table)
+    print(write_results(folder))
 
 
 if __name__ == "__main__":
