@@ -334,10 +334,11 @@ def main(config: FiguresConfig) -> None:
         fit_report.plot_what_fits(fits, config.readme.parent / WHAT_FITS_FIGURE)
     if stale:
         config.readme.write_text(text, encoding="utf-8")
-    of_all_8 = [each for name, each in parity_comparisons(config.published / "h200" / "parity")
-                if name.startswith("`all` 8 bf16, 1 ×")]  # fmt: skip
-    if of_all_8:
-        plot_comparison(of_all_8[0], config.readme.parent / LOSS_FIGURE)
+    for name, comparison in parity_comparisons(config.published / "h200" / "parity"):
+        if name.startswith("`all` 8 bf16, 1 ×"):
+            what = f"{name.replace('`', '')}: FSDP against no FSDP"
+            plot_comparison(comparison, config.readme.parent / LOSS_FIGURE, what)
+            break
     plot_projection(config.published / "h200" / "links", config.readme.parent / FIGURE)
     print(f"{config.readme}: rewrote {', '.join(stale) or 'nothing, all blocks are up to date'}")
 

@@ -13,8 +13,11 @@ import parity
 FSDP_COLOR, REFERENCE_COLOR, MARK_COLOR = "#D55E00", "#0072B2", "#222222"
 
 
-def plot_comparison(comparison: parity.Comparison, path: Path) -> None:
-    """Both loss curves, and under them their difference per step with the floor as a band."""
+def plot_comparison(comparison: parity.Comparison, path: Path, what: str = "") -> None:
+    """Both loss curves, and under them their difference per step with the floor as a band.
+
+    ``what`` was run stands in the title.
+    """
     gaps = comparison.losses
     steps, differences, floors = (
         np.array([getattr(gap, name) for gap in gaps]) for name in ("step", "difference", "floor")
@@ -33,7 +36,7 @@ def plot_comparison(comparison: parity.Comparison, path: Path) -> None:
         top.plot(steps, losses, ".-", color=color, linewidth=width, alpha=0.5 if width > 2 else 1)
         last = next((loss for loss in reversed(losses) if np.isfinite(loss)), 0.0)
         label(top, name, last, color=color, offset=22 if width > 2 else 6)
-    top.set_title(headline(comparison), loc="left", fontsize=13)
+    top.set_title(f"{what}\n{headline(comparison)}".lstrip(), loc="left", fontsize=13)
     top.set_ylabel("Loss")
     # A log axis has no zero: such differences stand on the bottom edge; infinite ones at the top.
     seen = np.concatenate([differences[(differences > 0) & np.isfinite(differences)], floors])
