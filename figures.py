@@ -115,11 +115,13 @@ def what_fits(published: Path) -> str:
     shown = f"![What trains on how many GPUs]({WHAT_FITS_FIGURE})\n\n"
     text = shown * bool(fit_report.simulated_rows(folder)) + what_fits_tables(folder)
     trainings = [folder.parent / name for name in ("scaling", "bench")] if text else []
-    errors = [error for each in trainings for error in fit_report.training_errors(each)]
-    if not errors:
+    found = [fit_report.training_errors(each) for each in trainings]
+    allocated, reserved = ([e for each in found for e in each[kind]] for kind in (0, 1))
+    if not allocated:
         return text
-    worst, least = max(map(abs, errors)), fit_report.MIN_PEAK_GIB
-    words = told("fits: trainings", num_runs=len(errors), worst=worst, min_peak_gib=least)
+    worst = [max(map(abs, errors), default=0.0) for errors in (allocated, reserved)]
+    words = told("fits: trainings", num_runs=len(allocated), num_with_room=len(reserved),
+                 worst=worst, min_peak_gib=fit_report.MIN_PEAK_GIB)  # fmt: skip
     return f"{text}\n\n{words}"
 
 

@@ -17,8 +17,10 @@ from memory import (
     ActivationCheckpointing,
     FitConfig,
     Setup,
+    full_speed,
     largest_of,
     predict,
+    reserved_with_room,
     setup_of,
 )
 from model_config import TransformerConfig, build_config, count_params
@@ -126,17 +128,23 @@ def best_factors(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def training_errors(folder: Path) -> list[float]:
-    """Error of the memory model in percent, for each completed training that peaked high enough."""
-    errors = []
+def training_errors(folder: Path) -> tuple[list[float], list[float]]:
+    """Errors of the memory model in percent, of each completed training that peaked high enough.
+
+    Of what was allocated at the peak; and of what was reserved, where the device had room for it.
+    """
+    allocated, reserved = [], []
     for run in load_published(folder):
         with blaming(run.path):
-            peak_gib = (run.end or {}).get("peak_gib")
+            end, record = run.end or {}, run.runs[-1]  # of the last part of a run that was resumed
+            peak_gib = end.get("peak_gib")
             if run.status == "completed" and peak_gib and peak_gib > MIN_PEAK_GIB:
-                # A run that was resumed tells the peak of its last part.
-                predicted = predict(_setup_of(run.runs[-1])).allocated / GIB
-                errors.append(100 * (predicted / peak_gib - 1))
-    return errors
+                setup = _setup_of(record)
+                allocated.append(100 * (predict(setup).allocated / GIB / peak_gib - 1))
+                if full_speed(setup) <= record["device_memory_gib"] * GIB:
+                    found_gib = reserved_with_room(setup) / GIB
+                    reserved.append(100 * (found_gib / end["peak_reserved_gib"] - 1))
+    return allocated, reserved
 
 
 def _setup_of(record: dict[str, Any]) -> Setup:

@@ -263,6 +263,26 @@ def predict(setup: Setup) -> Memory:
     return max(moments(setup), key=lambda memory: memory.allocated)
 
 
+def reserved_with_room(setup: Setup) -> int:
+    """Bytes that PyTorch takes from the device where it has room for them.
+
+    Under FSDP gradients, and what their reduction needs, come from the stream that reduces them,
+    and a stream's memory stays its own: the peaks of both parts add up. Where the device has less,
+    PyTorch gives memory back and takes it anew at every step, which is slow (LOG.md).
+    """
+    if not setup.fsdp:
+        return predict(setup).reserved
+    found = moments(setup)
+    gradients = max(m.gradients for m in found) + max(m.unsharded_gradients for m in found)
+    return gradients + max(m.allocated - m.gradients - m.unsharded_gradients for m in found)
+
+
+def full_speed(setup: Setup) -> int:
+    """Bytes that the device must have for steps that wait for no memory; ``total`` is the least."""
+    least = predict(setup)
+    return least.total + max(0, reserved_with_room(setup) - least.reserved)
+
+
 def predict_load(setup: Setup) -> Memory:
     """Memory of the parameters alone, on one device, and of the fp32 run that fills one of them."""
     config = setup.config
@@ -277,10 +297,10 @@ def largest_factor(fits: Callable[[int], bool]) -> int:
 
 
 def largest_batch(setup: Setup, available: int) -> int:
-    """Most rows of a micro-batch for which the device has the memory, 0 where one is too many."""
+    """Most rows of a micro-batch that fit at full speed, 0 where one is too many."""
     rows = range(1, 2**16)
     return bisect.bisect_right(
-        rows, available, key=lambda batch: predict(replace(setup, batch_size=batch)).total
+        rows, available, key=lambda batch: full_speed(replace(setup, batch_size=batch))
     )
 
 

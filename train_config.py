@@ -18,7 +18,7 @@ from checkpoint import Checkpoint, find_checkpoints
 from cli import check_flags
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
-from memory import GIB, Setup, describe, largest_batch, predict
+from memory import GIB, Setup, describe, full_speed, largest_batch, predict
 from model import ActivationCheckpointing, ScalingStrategy, TransformerConfig
 from model_config import build_config, count_params, flops_per_token
 from processes import lock_folder
@@ -275,6 +275,7 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
         "documents": f"{inputs.corpus.num_documents:,}",
         "": "predicted, per rank",
         **describe(needed),
+        "at full speed (GiB)": f"{full_speed(setup) / GIB:.2f}",
         f"memory of {place} (GiB)": f"{available / GIB:.2f}",
     }
     if on_gpu:
@@ -291,4 +292,6 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
             lines.append(
                 f"WARNING: {wanted / GIB:.1f} GiB are more than the {has / GIB:.1f} GiB of {where}"
             )
+    if needed.total <= available < full_speed(setup):
+        lines.append("WARNING: it fits, but slowly: gradients leave no room for activations")
     return "\n".join(lines)

@@ -6,7 +6,7 @@
 #     --gpus 1,4,8                numbers of GPUs to train on with FSDP (default: 1; none: no)
 #     --no-fsdp yes|no            also on one GPU without FSDP (default: yes)
 #     --batch-sizes 1,2,4         per GPU, up to the first that is out of memory (default: 1); last may
-#                                 come `largest`, with --local: the largest that should fit
+#                                 come `largest`, with --local: the largest that should fit (at full speed)
 #     --gpus-per-node 4           with Slurm
 #     --folder FOLDER             of the logs (default: logs/scaling); a series with other flags needs
 #                                 one of its own, because a finished point is not run again

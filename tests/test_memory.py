@@ -263,8 +263,9 @@ def test_errors_of_published_probes() -> None:
     if not rows:
         pytest.skip("no such logs are published yet")
     assert not [row for row in rows if abs(float(row[-1])) > 3]
-    errors = training_errors(PUBLISHED / "scaling")
+    errors, reserved = training_errors(PUBLISHED / "scaling")
     assert len(errors) > 20 and max(map(abs, errors)) < 3
+    assert len(reserved) > 20 and max(map(abs, reserved)) < 5
 
 
 def big(**changes: Any) -> Setup:
@@ -344,8 +345,19 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
         available = int(available_gib * GIB)
         batch = memory.largest_batch(setup, available)
         fits = [
-            memory.predict(dataclasses.replace(setup, batch_size=rows)).total <= available
+            memory.full_speed(dataclasses.replace(setup, batch_size=rows)) <= available
             for rows in (batch, batch + 1)
         ]
         assert batch >= 1 and fits == [True, False]
     assert memory.largest_batch(setup, GIB) == 0
+
+
+def test_full_speed_takes_room_for_the_gradients_of_fsdp() -> None:
+    plain, one, two = big(), big(fsdp=True), big(fsdp=True, shards=2)
+    assert memory.full_speed(plain) == predict(plain).total
+    numel = count_params(plain.config)
+    for setup, shards in ((one, 1), (two, 2)):
+        more = memory.full_speed(setup) - predict(setup).total
+        assert 0.8 < more / (2 * numel / shards) < 1.5, (setup, more / GIB)
+    away = big(fsdp=True, shards=2, cpu_offload=True)
+    assert memory.full_speed(away) - predict(away).total < 3 * GIB
