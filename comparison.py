@@ -24,19 +24,19 @@ SAME = {"grad_accumulation_steps": 1, "sequence_length": 4096,
         "activation_checkpointing": "none"}  # fmt: skip
 FIGURES = "plots/published/h200"
 GIB = 2**30
-GRADIENT_BYTES = 2  # bf16
+NUM_BYTES = {"bf16": 2, "fp32": 4}
 PUBLISHED_MFU_LOG = "loss_ablation_fsdp/lsai-454149.out"
 
 
 def read_original() -> list[Any]:
     """A row per configuration and size; repeats are averaged and counted (n)."""
     frame = pd.read_csv(ORIGINAL)
-    frame["cut"] = frame["status"] == "killed"
+    frame["cut_short"] = frame["status"] == "killed"
     frame["status"] = frame["status"].where(frame["status"] == study.OUT_OF_MEMORY, "trained")
     keys = ["strategy", "factor", "num_parameters", "fsdp", "gpus", "nodes", "status"]
     groups = frame.groupby(keys, dropna=False, sort=False)
     return study.rows_of(groups.agg(
-        n=("log", "size"), cut=("cut", "any"),
+        n=("log", "size"), cut_short=("cut_short", "any"),
         speed=("tokens_per_s", "mean"), mfu_pct=("mfu_pct_from_config", "mean"),
     ).reset_index())  # fmt: skip
 
@@ -76,12 +76,9 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
     larger = [row for row in points if row.batch_size > 1 and row.status == "trained"]
     alone = {_key(row): row for row in ours}
 
-    def settings(row: Any) -> dict[str, Any]:
-        return study.settings_of(row) | {"batch_size": 1}
-
     def gain(row: Any) -> float:
         base = alone.get(_key(row))
-        if base is None or settings(base) != settings(row):
+        if base is None or not _same(base, row) or not base.speed:
             return math.nan
         return row.speed / base.speed
 
@@ -127,11 +124,12 @@ def _cells(row: Any) -> list[str]:
         return ["–", "not run", "–"]
     if row.status == study.OUT_OF_MEMORY:
         return [f"{row.gpus}{_repeats(row)}", "out of memory", "–"]
-    return [f"{row.gpus}{_repeats(row)}", f"{row.speed:,.0f}", as_text(row.mfu_pct, ".2f")]
+    speed = as_text(row.speed, ",.0f")
+    return [f"{row.gpus}{_repeats(row)}", speed, as_text(row.mfu_pct, ".2f")]
 
 
 def _repeats(row: Any) -> str:
-    return f" (n={row.n})" * (row.n > 1) + " †" * getattr(row, "cut", False)
+    return f" (n={row.n})" * (row.n > 1) + " †" * row.cut_short
 
 
 def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
@@ -161,7 +159,7 @@ def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
     spare = [(r.peak_reserved_gib - r.peak_gib, r) for r in single if r.fsdp]
     if known := [pair for pair in spare if not math.isnan(pair[0])]:
         gib, most = max(known, key=lambda pair: pair[0])
-        gradients_gib = most.num_parameters * GRADIENT_BYTES / GIB
+        gradients_gib = most.num_parameters * NUM_BYTES[most.model_dtype] / GIB
         lines.append(told("scaling: reserved", spare=gib, at=most, gradients=gradients_gib))
     return lines
 
@@ -173,10 +171,18 @@ def _largest(rows: Sequence[Any], *, fsdp: bool) -> Any:
 
 
 def _pairs(rows: Sequence[Any], gpus: int) -> list[tuple[Any, Any]]:
-    """(with FSDP on some GPUs, on one GPU without) at each size that trained both ways."""
-    trained = {_key(row): row for row in rows if row.status == "trained"}
+    """(with FSDP on some GPUs, on one GPU without) at each size that trained both ways alike."""
+    trained = {_key(row): row for row in rows if row.status == "trained" and row.speed > 0}
     both = [(row, trained.get((*key[:2], False, 1))) for key, row in trained.items() if key[2]]
-    return [(row, base) for row, base in both if base is not None and row.gpus == gpus]
+    return [(row, base) for row, base in both if base and row.gpus == gpus and _same(row, base)]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two rows of ours have the same settings but the batch; the original's all have."""
+    if not hasattr(one, "other_flags"):
+        return True
+    settings = (study.settings_of(row) | {"batch_size": 1} for row in (one, other))
+    return study.same_settings(*settings)
 
 
 def _span(values: Any) -> str:
@@ -185,14 +191,18 @@ def _span(values: Any) -> str:
 
 def cost_summary(published: Path) -> dict[str, Any]:
     """Of one GPU at batch 1: the row of most MFU, and what FSDP leaves of its speeds."""
-    ours = at_batch_1(read_points(load_published(published / "h200" / "scaling")))
-    pairs = _pairs([row for row in ours if row.gpus == 1], 1)
-    if not pairs:
+    points = read_points(load_published(published / "h200" / "scaling"))
+    single = [row for row in at_batch_1(points) if row.gpus == 1]
+    alone = [row for row in single if not row.fsdp and row.mfu_pct > 0]
+    shares = [(100 * row.speed / base.speed, row) for row, base in _pairs(single, 1)]
+    if not alone or not shares:
         return {}
-    shares = [100 * with_fsdp.speed / without.speed for with_fsdp, without in pairs]
-    fastest = max((base for _, base in pairs), key=lambda row: row.mfu_pct)
-    several = "" if any(row.gpus > 1 for row in ours) else " Several GPUs are not measured yet."
-    return {"row": fastest, "shares": _span(shares), "several": several}
+    (low, least), (high, most) = (of(shares, key=lambda pair: pair[0]) for of in (min, max))
+    is_one = all(row.gpus == 1 for row in points)
+    return {
+        "row": max(alone, key=lambda row: row.mfu_pct), "low": low, "high": high, "least": least,
+        "most": most, "several": " Several GPUs are not measured yet." * is_one,
+    }  # fmt: skip
 
 
 def breakdown_rows(runs: Sequence[RunLog]) -> list[list[str]]:

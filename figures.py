@@ -22,7 +22,7 @@ from typing import Any
 import matplotlib
 
 import fit_report
-from analysis import facts, find_logs, load_runs, mean_metrics
+from analysis import facts, find_logs, load_published, load_runs, mean_metrics
 from cli import parse_flags, refuse
 from comparison import cost_summary, scaling_section
 from link_report import FIGURE, link_section, plot_projection
@@ -202,10 +202,9 @@ def parity(published: Path) -> str:
     on_cpu, on_gpu = published / "cpu" / "parity", published / "h200" / "parity"
     if not (table := parity_table(parity_comparisons(on_cpu))):
         return ""
-    gpu_table = parity_table(parity_comparisons(on_gpu))
     return told(
         "parity", verdicts=parity_verdicts(published), table=table,
-        on_gpus=_gpu_parity(load_runs(on_gpu)[0], gpu_table),
+        on_gpus=_gpu_parity(load_runs(on_gpu)[0], parity_comparisons(on_gpu)),
         faults=_fault_table(published), commits=_commits(load_runs(on_cpu)[0]),
     )  # fmt: skip
 
@@ -216,7 +215,7 @@ def parity_verdicts(published: Path) -> str:
     for where, device in (("CPU ranks", "cpu"), ("H200s", "h200")):
         folder = published / device / "parity"
         found = [each.verdict for _, each in parity_comparisons(folder)]
-        ranks = {facts(run).gpus for run in load_runs(folder)[0]}
+        ranks = {facts(run).gpus for run in load_published(folder)}
         one = ", all on one rank, which shards nothing" * (ranks == {1})
         equal = f"{found.count('equal')} of {len(found)} on {where}{one}"
         none = f"no series on {where} is published yet (LOG.md has what was tried)"
@@ -237,16 +236,16 @@ def answers(published: Path) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _gpu_parity(all_runs: Sequence[RunLog], table: str) -> str:
-    if not table:
+def _gpu_parity(all_runs: Sequence[RunLog], comparisons: Sequence[tuple[str, Comparison]]) -> str:
+    if not comparisons:
         return ""
     runs = [run for run in all_runs if facts(run).fsdp]
     series = "two-gpus" if any(facts(run).gpus > 1 for run in runs) else "one-gpu"
-    ends = [run.end for run in runs if run.end and facts(run).model_dtype == "bf16"]
-    moved_pct = 100 * min((end["digest"]["moved_share"] for end in ends), default=math.nan)
-    words = told("parity: GPUs", devices=_devices(runs), series=series, moved_pct=moved_pct,
+    moved = [each.moved_share for name, each in comparisons if "bf16" in name]
+    least = min((share for share in moved if share is not None), default=math.nan)
+    words = told("parity: GPUs", devices=_devices(runs), series=series, moved_pct=100 * least,
                  commits=_commits(runs), figure=LOSS_FIGURE)  # fmt: skip
-    return f"{words}\n\n{table}\n\n"
+    return f"{words}\n\n{parity_table(comparisons)}\n\n"
 
 
 def _devices(runs: Sequence[RunLog]) -> str:
@@ -263,8 +262,10 @@ def _commits(runs: Sequence[RunLog]) -> str:
 def _fault_table(published: Path) -> str:
     rows = [TABLE_HEAD.replace("configuration", "fault")]
     for folder in sorted((published / "cpu").glob("faults*")):
-        runs, _ = load_runs(folder)
+        runs = load_published(folder)
         references = [run for run in runs if not facts(run).fsdp]
+        if not references:
+            raise ValueError(f"{folder} holds no references")
         for run in sorted((run for run in runs if facts(run).fsdp), key=lambda run: run.path):
             # The log does not know of the fault that was planted: its name is that of the file.
             name = run.path.stem.removeprefix("fault_").replace("_", " ")

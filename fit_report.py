@@ -107,24 +107,29 @@ def error_rows(folder: Path) -> list[list[str]]:
 def best_factors(folder: Path) -> dict[str, Any]:
     """The largest `all` that one device loads and trains, and that simulated ranks train.
 
-    Empty where one of the three was not searched for.
+    In all of its memory; simulated, with full checkpointing. Empty where one was not searched for.
     """
-    found: dict[str, list[tuple[int, int, int]]] = {"load": [], "train": [], "simulated": []}
+    found: dict[str, dict[int, tuple[int, int]]] = {"load": {}, "train": {}, "simulated": {}}
+    device: dict[str, Any] = {}
     for run in read_searches(folder):
         with blaming(run.path):
             best, record = best_probe(run), run.run or {}
-            if best and best["scaling_strategy"] == "all" and not _is_single(run):
-                kind = "simulated" if best["simulated"] else best["mode"]
+            if best is None or _is_single(run) or record["config"]["memory_limit_gib"] is not None:
+                continue
+            kind = "simulated" if best["simulated"] else best["mode"]
+            is_full = best["activation_checkpointing"] == "full"
+            if best["scaling_strategy"] == "all" and (is_full or kind != "simulated"):
+                gpus = best["world_size"] if best["simulated"] else 1
                 size = (best["factor"], best["num_parameters"])
-                found[kind].append((best["world_size"] if best["simulated"] else 1, *size))
+                found[kind][gpus] = max(size, found[kind].get(gpus, size))
                 device = {name: record[name] for name in ("device", "device_gib")}
     if not all(found.values()):
         return {}
-    gpus, factors, sizes = zip(*sorted(found["simulated"]), strict=True)
+    gpus, sizes = zip(*sorted(found["simulated"].items()), strict=True)
     return {
-        "load": max(found["load"])[1], "train": max(found["train"]), **device,
-        "gpus": ", ".join(map(str, gpus)), "factors": ", ".join(map(str, factors)),
-        "sizes": ", ".join(f"{size / 1e9:.0f}" for size in sizes),
+        "load": found["load"][1][0], "train": found["train"][1], **device,
+        "gpus": ", ".join(map(str, gpus)), "factors": ", ".join(str(size[0]) for size in sizes),
+        "sizes": ", ".join(f"{size[1] / 1e9:.0f}" for size in sizes),
     }  # fmt: skip
 
 
@@ -141,9 +146,10 @@ def training_errors(folder: Path) -> tuple[list[float], list[float]]:
             if run.status == "completed" and peak_gib and peak_gib > MIN_PEAK_GIB:
                 setup = _setup_of(record)
                 allocated.append(100 * (predict(setup).allocated / GIB / peak_gib - 1))
-                if full_speed(setup) <= record["device_memory_gib"] * GIB:
-                    found_gib = reserved_with_room(setup) / GIB
-                    reserved.append(100 * (found_gib / end["peak_reserved_gib"] - 1))
+                reserved_gib = end.get("peak_reserved_gib") or 0
+                has_room = full_speed(setup) <= (record.get("device_memory_gib") or 0) * GIB
+                if has_room and reserved_gib > 0:
+                    reserved.append(100 * (reserved_with_room(setup) / GIB / reserved_gib - 1))
     return allocated, reserved
 
 

@@ -111,14 +111,17 @@ def _baselines(points: pd.DataFrame) -> pd.Series:
             for base, other in bases
             if base.num_parameters == row.num_parameters
             and base.status == "trained"
-            and all(
-                own[name] == other[name] or None in (own[name], other[name])
-                for name in own.keys() & other.keys() - {"replicas"}
-            )
+            and same_settings(own, other)
         ]
         return found[0] if len(found) == 1 else np.nan
 
     return pd.Series([speed(row, own) for row, own in rows], points.index, dtype=float)
+
+
+def same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether what both have is the same, as far as it was logged; replicas are FSDP's alone."""
+    names = one.keys() & other.keys() - {"replicas"}
+    return all(one[n] == other[n] or None in (one[n], other[n]) for n in names)
 
 
 def split_lines(points: pd.DataFrame) -> list[Line]:
@@ -139,26 +142,26 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
 
 
 def _join_batches(rows: Sequence[Any], names: Sequence[str], own: Sequence[dict[str, Any]]) -> None:
-    """Name the largest batch at each size alike, where they are not all the same but 1.
+    """Name alike the batches that are the largest wherever they were trained at, if several.
 
-    Decided among the runs of one configuration that differ in size and batch alone. Out of memory
-    counts to them where no run of that configuration trained at such a batch but the largest.
+    Decided among the runs of one configuration that differ in size and batch alone; a batch that
+    none of them trained at, and that is out of memory, is one of them.
     """
     groups: dict[str, list[int]] = collections.defaultdict(list)
     for number, (name, fields) in enumerate(zip(names, own, strict=True)):
         groups[repr((name, fields | {"batch_size": None}))].append(number)
     for group in groups.values():
-        trained = [rows[n] for n in group if rows[n].status != OUT_OF_MEMORY]
+        trained = [r for r in (rows[n] for n in group) if r.tokens_per_s_median > 0]
         largest: dict[int, int] = {}
         for row in trained:
             size = row.num_parameters
             largest[size] = max(row.batch_size, largest.get(size, 1))
-        larger = set(largest.values()) - {1}
         usual = {r.batch_size for r in trained if r.batch_size != largest[r.num_parameters]} | {1}
-        for n in group if len(larger) > 1 else ():
-            batch, is_out = rows[n].batch_size, rows[n].status == OUT_OF_MEMORY
-            at_most = largest.get(rows[n].num_parameters, 1)
-            if batch > 1 and (batch not in usual if is_out else batch == at_most):
+        labelled, tried = set(largest.values()) - usual, {row.batch_size for row in trained}
+        for n in group if len(labelled) > 1 else ():
+            row = rows[n]
+            is_new = row.status == OUT_OF_MEMORY and row.batch_size not in tried | {1}
+            if is_new or row.batch_size in labelled:
                 own[n]["batch_size"] = AS_LABELLED
 
 

@@ -275,13 +275,16 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
         "documents": f"{inputs.corpus.num_documents:,}",
         "": "predicted, per rank",
         **describe(needed),
-        "at full speed (GiB)": f"{full_speed(setup) / GIB:.2f}",
         f"memory of {place} (GiB)": f"{available / GIB:.2f}",
     }
+    for_gpu = on_gpu or (config.compile and inputs.compute_dtype == torch.bfloat16)
+    if for_gpu:
+        rows["at full speed (GiB)"] = f"{full_speed(setup) / GIB:.2f}"
     if on_gpu:
-        rows["largest batch size on it, when empty"] = str(largest_batch(setup, available))
-    lines = [f"{name:<46}{value:>20}" for name, value in rows.items()]
-    if not on_gpu and not (config.compile and inputs.compute_dtype == torch.bfloat16):
+        most = str(largest_batch(setup, available))
+        rows["largest batch size on it at full speed, when empty"] = most
+    lines = [f"{name:<50}{value:>20}" for name, value in rows.items()]
+    if not for_gpu:
         lines.append("This is a plan for a CPU: for a GPU's add --compute-dtype bf16 --compile")
     host_needed = needed.host * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for wanted, has, where in (
@@ -292,6 +295,6 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
             lines.append(
                 f"WARNING: {wanted / GIB:.1f} GiB are more than the {has / GIB:.1f} GiB of {where}"
             )
-    if needed.total <= available < full_speed(setup):
+    if on_gpu and needed.total <= available < full_speed(setup):
         lines.append("WARNING: it fits, but slowly: gradients leave no room for activations")
     return "\n".join(lines)

@@ -88,12 +88,16 @@ def train_shape(strategy: str, factor: int, batch_size: int, window: int, log: P
 
 def read_states(folder: Path) -> dict[str, str]:
     """State of the GPU after each shape, as far as it was kept."""
-    return json.loads((folder / STATES).read_text()) if (folder / STATES).exists() else {}
+    try:
+        return json.loads((folder / STATES).read_text())
+    except (OSError, ValueError):  # cut short by the end of a series
+        return {}
 
 
 def write_results(folder: Path) -> str:
     """Write bench.md and bench.json from the logs and files of a folder; the table."""
-    table = bench_table(folder)
+    if not (table := bench_table(folder)):
+        return "no shape was measured"
     head, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines()
                       if line.startswith("|"))  # fmt: skip
     results = {

@@ -14,6 +14,7 @@ from analysis import facts, load_runs, mean_metrics
 from comparison import (
     ORIGINAL,
     at_batch_1,
+    cost_summary,
     findings,
     read_original,
     read_points,
@@ -134,6 +135,26 @@ def test_findings_do_not_depend_on_chance(write: Write, tmp_path: Path) -> None:
     text = " ".join(again)
     assert "up to `all` 9 with it" in text
     assert "differs by +0.0 to +4.0 GiB" in text
+
+
+def test_costs_are_of_the_same_settings(write: Write, tmp_path: Path) -> None:
+    write([1.0, 1.0, 9_000.0], name=f"{H200}12.out", factor=12)
+    write([1.0, 1.0, 10_000.0], name=f"{H200}8.out", factor=8)
+    write([1.0, 1.0, 7_000.0], name=f"{H200}8f.out", factor=8, **SHARDED)
+    write([1.0, 1.0, 50_000.0], name=f"{H200}4.out", factor=4)
+    flags = {"compile": False}
+    write([1.0, 1.0, 5_000.0], name=f"{H200}4f.out", factor=4, flags=flags, **SHARDED)
+    write([1.0, 1.0, float("nan")], name=f"{H200}2.out", status="killed")
+    write([1.0, 1.0, 9.0], name=f"{H200}2f.out", **SHARDED)
+    costs = cost_summary(tmp_path / "logs")
+    assert costs["row"].factor == 12 and costs["several"]
+    assert (costs["low"], costs["high"]) == (70, 70)
+    text = scaling_section(tmp_path / "logs")
+    assert "with nothing offloaded, 70 to 70 %" in text
+    assert row_of(text, "`all` 2", "190,857,728", "no")[6] == "1 †"
+    flags = {"batch_size": 4}
+    write([1.0, 1.0, 9.0], name=f"{H200}b.out", flags=flags, world_size=2, **SHARDED)
+    assert not cost_summary(tmp_path / "logs")["several"]
 
 
 def test_the_same_number_of_gpus_is_preferred(write: Write, tmp_path: Path) -> None:

@@ -242,6 +242,21 @@ def test_the_largest_batches_of_a_configuration_are_one_line(write: Write, tmp_p
     assert labelled == {key for key in found if "labelled" in key[1]}
 
 
+def test_a_batch_that_is_not_always_the_largest_keeps_its_line(
+    write: Write, tmp_path: Path
+) -> None:
+    for factor, batches in ((2, (1, 8, 16)), (4, (1, 8, 30)), (6, (1, 8)), (8, (1, 3))):
+        for batch in batches:
+            write([1.0, 1.0, 5.0], factor=factor, flags={"batch_size": batch})
+    write([1.0, 1.0, float("nan")], factor=6, flags={"batch_size": 12})
+    assert batches_of(lines_of(tmp_path / "logs")[0]) == {
+        ("1 GPU, no FSDP", "batch 1"): [1, 1, 1, 1],
+        ("1 GPU, no FSDP", "batch 8"): [8, 8, 8],
+        ("1 GPU, no FSDP", "batch 12"): [12],
+        ("1 GPU, no FSDP", "batch as labelled"): [16, 30, 3],
+    }
+
+
 def test_batches_are_named_where_nothing_else_is_run(write: Write, tmp_path: Path) -> None:
     for factor, batch in ((2, 2), (2, 16), (4, 30)):
         write([1.0, 1.0, 5.0], factor=factor, flags={"batch_size": batch})

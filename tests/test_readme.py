@@ -122,12 +122,28 @@ def damage(path: Path, old: str, new: str) -> None:
         ("what_fits/train_all_full.out", r"Run: .*\n", ""),
         ("parity/all_2_bf16_reference_2x4.out", '"cuda"', '"cpu"'),
         ("scaling/all_8_batch_1_gpus_1_fsdp.out", '"config"', '"c"'),
+        ("../cpu/parity/fp32_fsdp_2_ranks.out", "(?s).*", "nonsense"),
+        ("../cpu/faults_bf16/fault_none.out", "(?s).*", "nonsense"),
     ],
 )
 def test_damaged_evidence_is_named(tmp_path: Path, name: str, old: str, new: str) -> None:
     shutil.copytree(PUBLISHED, tmp_path / "logs")
     damage(tmp_path / "logs" / "h200" / name, old, new)
     with pytest.raises(ValueError, match=rf"{Path(name).name} cannot be used: "):
+        figures.render(README, tmp_path / "logs")
+
+
+def test_what_a_log_lacks_is_left_out(tmp_path: Path) -> None:
+    shutil.copytree(PUBLISHED, tmp_path / "logs")
+    scaling = tmp_path / "logs" / "h200" / "scaling"
+    damage(scaling / "all_8_batch_1_gpus_1_fsdp.out", r'"peak_reserved_gib": [\d.]+', '"x": 1')
+    damage(scaling / "all_9_batch_1_gpus_1_fsdp.out", r'"device_memory_gib": [\d.]+', '"x": 1')
+    text, _ = figures.render(README, tmp_path / "logs")
+    [before, after] = (re.search(r"in the (\d+) for which", each) for each in (README, text))
+    assert before and after and int(after[1]) == int(before[1]) - 2
+    for log in (tmp_path / "logs" / "cpu" / "faults").glob("reference_*"):
+        log.unlink()
+    with pytest.raises(ValueError, match="faults holds no references"):
         figures.render(README, tmp_path / "logs")
 
 
