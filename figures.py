@@ -159,11 +159,15 @@ def checkpoint_table(folder: Path) -> str:
 
 
 def parity_comparisons(folder: Path) -> list[tuple[str, Comparison]]:
-    """(configuration, comparison) of each FSDP run in a folder.
+    """`compare_runs` of the logs in a folder that can be used."""
+    return compare_runs(load_runs(folder)[0])
 
-    Against all runs without FSDP there that share what parity needs (model, data, seed, …).
+
+def compare_runs(runs: Sequence[RunLog]) -> list[tuple[str, Comparison]]:
+    """(configuration, comparison) of each run with FSDP.
+
+    Against all runs without FSDP that share what parity needs (model, data, seed, …).
     """
-    runs, _ = load_runs(folder)
     plain, found = [run for run in runs if not facts(run).fsdp], []
     for run in (run for run in runs if facts(run).fsdp):
         same = [each for each in plain if not mismatches([run, each])]
@@ -197,55 +201,70 @@ def parity_table(comparisons: Sequence[tuple[str, Comparison]]) -> str:
     return "\n".join([TABLE_HEAD, *rows]) if rows else ""
 
 
+@dataclass(frozen=True)
+class ParitySeries:
+    """The published runs on one kind of device, and what their comparisons found."""
+
+    where: str
+    runs: list[RunLog]
+    comparisons: list[tuple[str, Comparison]]
+
+    @property
+    def verdict(self) -> str:
+        """How many ways of running FSDP are equal to no FSDP."""
+        if not self.comparisons:
+            return f"no series on {self.where} is published yet (LOG.md has what was tried)"
+        verdicts = [each.verdict for _, each in self.comparisons]
+        is_one = {facts(run).gpus for run in self.runs} == {1}
+        one = ", all on one rank, which shards nothing" * is_one
+        return f"{verdicts.count('equal')} of {len(verdicts)} on {self.where}{one}"
+
+
+def parity_series(published: Path) -> tuple[ParitySeries, ParitySeries]:
+    """The series on CPU ranks and on GPUs. Raises ValueError for a log that cannot be used."""
+
+    def read(where: str, device: str) -> ParitySeries:
+        runs = load_published(published / device / "parity")
+        return ParitySeries(where, runs, compare_runs(runs))
+
+    return read("CPU ranks", "cpu"), read("H200s", "h200")
+
+
 def parity(published: Path) -> str:
     """FSDP against training without it: on CPU ranks, with planted faults, and on a GPU."""
-    on_cpu, on_gpu = published / "cpu" / "parity", published / "h200" / "parity"
-    if not (table := parity_table(parity_comparisons(on_cpu))):
+    on_cpu, on_gpu = parity_series(published)
+    if not on_cpu.comparisons:
         return ""
     return told(
-        "parity", verdicts=parity_verdicts(published), table=table,
-        on_gpus=_gpu_parity(load_runs(on_gpu)[0], parity_comparisons(on_gpu)),
-        faults=_fault_table(published), commits=_commits(load_runs(on_cpu)[0]),
+        "parity", verdicts=f"{on_cpu.verdict}; {on_gpu.verdict}", on_gpus=_gpu_parity(on_gpu),
+        table=parity_table(on_cpu.comparisons), faults=_fault_table(published),
+        commits=_commits(on_cpu.runs),
     )  # fmt: skip
-
-
-def parity_verdicts(published: Path) -> str:
-    """How many ways of running FSDP are equal to no FSDP, on each kind of device."""
-    verdicts = []
-    for where, device in (("CPU ranks", "cpu"), ("H200s", "h200")):
-        folder = published / device / "parity"
-        found = [each.verdict for _, each in parity_comparisons(folder)]
-        ranks = {facts(run).gpus for run in load_published(folder)}
-        one = ", all on one rank, which shards nothing" * (ranks == {1})
-        equal = f"{found.count('equal')} of {len(found)} on {where}{one}"
-        none = f"no series on {where} is published yet (LOG.md has what was tried)"
-        verdicts.append(equal if found else none)
-    return "; ".join(verdicts)
 
 
 def answers(published: Path) -> str:
     """The three questions, each answered in a sentence from the published logs."""
-    lines = [
-        f"**Is FSDP correct?** Ways of running it equal to no FSDP: {parity_verdicts(published)}."
-    ]
+    on_cpu, on_gpu = parity_series(published)
     fits = fit_report.best_factors(published / "h200" / "what_fits")
-    if fits:
-        lines.insert(0, told("answers: fits", **fits))
-    if costs := cost_summary(published):
-        lines.append(told("answers: costs", **costs))
-    return "\n".join(f"- {line}" for line in lines)
+    costs = cost_summary(published)
+    lines = [
+        told("answers: fits", **fits) if fits else "",
+        told("answers: parity", verdicts=f"{on_cpu.verdict}; {on_gpu.verdict}"),
+        told("answers: costs", **costs) if costs else "",
+    ]
+    return "\n".join(f"- {line}" for line in lines if line)
 
 
-def _gpu_parity(all_runs: Sequence[RunLog], comparisons: Sequence[tuple[str, Comparison]]) -> str:
-    if not comparisons:
+def _gpu_parity(series: ParitySeries) -> str:
+    if not series.comparisons:
         return ""
-    runs = [run for run in all_runs if facts(run).fsdp]
-    series = "two-gpus" if any(facts(run).gpus > 1 for run in runs) else "one-gpu"
-    moved = [each.moved_share for name, each in comparisons if "bf16" in name]
+    runs = [run for run in series.runs if facts(run).fsdp]
+    where = "two-gpus" if any(facts(run).gpus > 1 for run in runs) else "one-gpu"
+    moved = [each.moved_share for name, each in series.comparisons if "bf16" in name]
     least = min((share for share in moved if share is not None), default=math.nan)
-    words = told("parity: GPUs", devices=_devices(runs), series=series, moved_pct=100 * least,
+    words = told("parity: GPUs", devices=_devices(runs), series=where, moved_pct=100 * least,
                  commits=_commits(runs), figure=LOSS_FIGURE)  # fmt: skip
-    return f"{words}\n\n{parity_table(comparisons)}\n\n"
+    return f"{words}\n\n{parity_table(series.comparisons)}\n\n"
 
 
 def _devices(runs: Sequence[RunLog]) -> str:
