@@ -30,6 +30,7 @@ _NO_COST |= {"logging_frequency", "fail_on_nonfinite", "digest", "log_file", "dr
 _NO_COST |= {"checkpoint_dir", "keep", "profile_dir", "profile_step_start", "profile_step_end"}
 _NO_COST |= {"collective_timeout_s"}
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+NUM_BYTES = {"bf16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 import study
-from analysis import SKIP_STEPS, load_published, table
+from analysis import NUM_BYTES, SKIP_STEPS, load_published, table
 from breakdown import KINDS, shares_of_step
 from run_log import RunLog
 from tables import as_text, told, told_tables
@@ -24,7 +24,6 @@ SAME = {"grad_accumulation_steps": 1, "sequence_length": 4096,
         "activation_checkpointing": "none"}  # fmt: skip
 FIGURES = "plots/published/h200"
 GIB = 2**30
-NUM_BYTES = {"bf16": 2, "fp32": 4}
 PUBLISHED_MFU_LOG = "loss_ablation_fsdp/lsai-454149.out"
 
 
@@ -147,13 +146,14 @@ def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
     if alone and sharded:
         wall += " " + told("scaling: our wall", single=alone, sharded=sharded)
     lines.append(wall)
+    pairs = _our_pairs(single)
     theirs, mine = (
-        [100 * with_fsdp.speed / without.speed for with_fsdp, without in pairs]
-        for pairs in (_pairs(original, 2), _pairs(single, 1))
+        [100 * with_fsdp.speed / without.speed for with_fsdp, without in found]
+        for found in (_pairs(original, 2), pairs)
     )
     if theirs and mine:
         lines.append(told("scaling: costs", theirs=_span(theirs), mine=_span(mine)))
-    gaps = [with_fsdp.peak_gib - without.peak_gib for with_fsdp, without in _pairs(single, 1)]
+    gaps = [with_fsdp.peak_gib - without.peak_gib for with_fsdp, without in pairs]
     if gaps := [gap for gap in gaps if not math.isnan(gap)]:
         lines.append(told("scaling: memory", low=min(gaps), high=max(gaps)))
     spare = [(r.peak_reserved_gib - r.peak_gib, r) for r in single if r.fsdp]
@@ -171,16 +171,19 @@ def _largest(rows: Sequence[Any], *, fsdp: bool) -> Any:
 
 
 def _pairs(rows: Sequence[Any], gpus: int) -> list[tuple[Any, Any]]:
-    """(with FSDP on some GPUs, on one GPU without) at each size that trained both ways alike."""
+    """(with FSDP on some GPUs, on one GPU without) at each size that trained both ways."""
     trained = {_key(row): row for row in rows if row.status == "trained" and row.speed > 0}
     both = [(row, trained.get((*key[:2], False, 1))) for key, row in trained.items() if key[2]]
-    return [(row, base) for row, base in both if base and row.gpus == gpus and _same(row, base)]
+    return [(row, base) for row, base in both if base and row.gpus == gpus]
+
+
+def _our_pairs(rows: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """`_pairs` of ours on one GPU whose settings are the same."""
+    return [pair for pair in _pairs(rows, 1) if _same(*pair)]
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two rows of ours have the same settings but the batch; the original's all have."""
-    if not hasattr(one, "other_flags"):
-        return True
+    """Whether two rows of ours have the same settings but the batch."""
     settings = (study.settings_of(row) | {"batch_size": 1} for row in (one, other))
     return study.same_settings(*settings)
 
@@ -194,7 +197,7 @@ def cost_summary(published: Path) -> dict[str, Any]:
     points = read_points(load_published(published / "h200" / "scaling"))
     single = [row for row in at_batch_1(points) if row.gpus == 1]
     alone = [row for row in single if not row.fsdp and row.mfu_pct > 0]
-    shares = [(100 * row.speed / base.speed, row) for row, base in _pairs(single, 1)]
+    shares = [(100 * row.speed / base.speed, row) for row, base in _our_pairs(single)]
     if not alone or not shares:
         return {}
     (low, least), (high, most) = (of(shares, key=lambda pair: pair[0]) for of in (min, max))

@@ -4,25 +4,16 @@ Read from a folder that benchmarks/what_fits.py wrote. Every probe's record hold
 model predicted beside what was measured.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import seaborn as sns
 from matplotlib import pyplot as plt
 
-from analysis import find_logs, load_published
-from memory import (
-    GIB,
-    MODEL_VOCAB_SIZE,
-    ActivationCheckpointing,
-    FitConfig,
-    Setup,
-    full_speed,
-    largest_of,
-    predict,
-    reserved_with_room,
-    setup_of,
-)
+import memory
+from analysis import NUM_BYTES, facts, find_logs, load_published
+from memory import GIB, ActivationCheckpointing, Setup, predict
 from model_config import TransformerConfig, build_config, count_params
 from run_log import RunLog, blaming, read_run
 
@@ -31,7 +22,6 @@ MIN_PEAK_GIB = 10.0
 GPUS = (1, 2, 4, 8, 16, 32, 64)
 EARLIER_WALL = 14  # the largest `all` factor that the earlier experiment trained on any GPUs
 WHAT = ("scaling_strategy", "factor", "activation_checkpointing", "compile")
-NUM_BYTES = {"bf16": 2, "bfloat16": 2, "fp32": 4, "float32": 4}
 STATE_BYTES = 8  # per parameter: bf16 parameter, gradient and two moments
 
 
@@ -119,8 +109,7 @@ def best_factors(folder: Path) -> dict[str, Any]:
             kind = "simulated" if best["simulated"] else best["mode"]
             is_full = best["activation_checkpointing"] == "full"
             if best["scaling_strategy"] == "all" and (is_full or kind != "simulated"):
-                gpus = best["world_size"] if best["simulated"] else 1
-                size = (best["factor"], best["num_parameters"])
+                gpus, size = best["world_size"], (best["factor"], best["num_parameters"])
                 found[kind][gpus] = max(size, found[kind].get(gpus, size))
                 device = {name: record[name] for name in ("device", "device_gib")}
     if not all(found.values()):
@@ -141,25 +130,28 @@ def training_errors(folder: Path) -> tuple[list[float], list[float]]:
     allocated, reserved = [], []
     for run in load_published(folder):
         with blaming(run.path):
-            end, record = run.end or {}, run.runs[-1]  # of the last part of a run that was resumed
+            end, record = run.end or {}, run.runs[-1]
             peak_gib = end.get("peak_gib")
             if run.status == "completed" and peak_gib and peak_gib > MIN_PEAK_GIB:
-                setup = _setup_of(record)
+                setup = setup_of_run(run)
                 allocated.append(100 * (predict(setup).allocated / GIB / peak_gib - 1))
                 reserved_gib = end.get("peak_reserved_gib") or 0
-                has_room = full_speed(setup) <= (record.get("device_memory_gib") or 0) * GIB
+                has_room = memory.full_speed(setup) <= (record.get("device_memory_gib") or 0) * GIB
                 if has_room and reserved_gib > 0:
-                    reserved.append(100 * (reserved_with_room(setup) / GIB / reserved_gib - 1))
+                    reserved.append(
+                        100 * (memory.reserved_with_room(setup) / GIB / reserved_gib - 1)
+                    )
     return allocated, reserved
 
 
-def _setup_of(record: dict[str, Any]) -> Setup:
-    flags, replicas = record["config"], record["replicas"]
+def setup_of_run(run: RunLog) -> Setup:
+    """What a training was, to the memory model; of one that was resumed, its last part."""
+    what, flags = facts(replace(run, runs=run.runs[-1:])), run.runs[-1]["config"]
     return Setup(
-        TransformerConfig(**record["model"]), flags["sequence_length"], flags["batch_size"],
-        flags["grad_accumulation_steps"], NUM_BYTES[flags["model_dtype"]],
-        NUM_BYTES[record["compute_dtype"]], flags["activation_checkpointing"], flags["compile"],
-        record["fsdp"], record["world_size"] // replicas, replicas,
+        TransformerConfig(**run.runs[-1]["model"]), what.sequence_length, what.batch_size,
+        what.grad_accumulation_steps, NUM_BYTES[str(what.model_dtype)],
+        NUM_BYTES[str(what.compute_dtype)], flags["activation_checkpointing"], flags["compile"],
+        what.fsdp, what.gpus // what.replicas, what.replicas,
         flags.get("cpu_offload", False), flags.get("reshard_after_forward", True),
     )  # fmt: skip
 
@@ -184,9 +176,12 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     runs = read_searches(folder)
     device_gib = max((run.run or {})["device_gib"] for run in runs)
-    config = FitConfig(gpu_memory_gib=device_gib)
+    config = memory.FitConfig(gpu_memory_gib=device_gib)
     for mode in get_args(ActivationCheckpointing):
-        setups = (largest_of(config, setup_of(config, gpus, False, mode))[1] for gpus in GPUS)
+        setups = (
+            memory.largest_of(config, memory.setup_of(config, gpus, False, mode))[1]
+            for gpus in GPUS
+        )
         sizes = [count_params(setup.config) for setup in setups]
         axes.plot(GPUS, sizes, label=f"{'no' if mode == 'none' else mode} checkpointing")
     ideal = [gpus * device_gib * GIB / STATE_BYTES for gpus in GPUS]
@@ -201,7 +196,7 @@ def plot_what_fits(folder: Path, path: Path) -> None:
             fill = "white" if simulated else "black"
             axes.plot(*zip(*sorted(points), strict=True), "o", color="black", label=label,
                       markerfacecolor=fill, zorder=3)  # fmt: skip
-    wall = count_params(build_config("all", EARLIER_WALL, MODEL_VOCAB_SIZE))
+    wall = count_params(build_config("all", EARLIER_WALL, memory.MODEL_VOCAB_SIZE))
     axes.axhline(wall, color="firebrick", linewidth=1)
     reason = (
         f"the original study (94.5 GiB a GPU) went no further than “all” {EARLIER_WALL}, on any"

@@ -253,8 +253,8 @@ def draw_line(axes: plt.Axes, line: study.Line, points: pd.DataFrame, name: str)
     axes.scatter(sizes, values, 46, faces, marker=marker, edgecolors=[color], linewidths=1.6,
                  zorder=3)  # fmt: skip
     # Where lines lie on each other, so would their words: a height for each configuration.
-    height = (5, -15, 16, -26)[line.hue % 4]
-    height = -15 - 11 * (line.hue % 4) if name == "peak_memory" else height
+    heights = (-15, -26, -37, -48) if name == "peak_memory" else (5, -15, 16, -26)
+    height = heights[line.hue % 4]
     for row in study.rows_of(points):
         is_labelled = line.has_own_batches and name != "training_tokens_pct"
         words = [f"batch {row.batch_size}"] * is_labelled + [f"n={row.n}"] * (row.n > 1)

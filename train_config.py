@@ -278,8 +278,9 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
         f"memory of {place} (GiB)": f"{available / GIB:.2f}",
     }
     for_gpu = on_gpu or (config.compile and inputs.compute_dtype == torch.bfloat16)
+    at_full_speed = full_speed(setup)
     if for_gpu:
-        rows["at full speed (GiB)"] = f"{full_speed(setup) / GIB:.2f}"
+        rows["at full speed (GiB)"] = f"{at_full_speed / GIB:.2f}"
     if on_gpu:
         most = str(largest_batch(setup, available))
         rows["largest batch size on it at full speed, when empty"] = most
@@ -295,6 +296,6 @@ def describe_plan(config: TrainConfig, inputs: Inputs) -> str:
             lines.append(
                 f"WARNING: {wanted / GIB:.1f} GiB are more than the {has / GIB:.1f} GiB of {where}"
             )
-    if on_gpu and needed.total <= available < full_speed(setup):
+    if on_gpu and needed.total <= available < at_full_speed:
         lines.append("WARNING: it fits, but slowly: gradients leave no room for activations")
     return "\n".join(lines)

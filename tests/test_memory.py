@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 import memory
 from distributed import Sharding, World, shard, simulated_world
-from fit_report import error_rows, simulated_rows, training_errors
+from fit_report import error_rows, setup_of_run, simulated_rows, training_errors
 from memory import GIB, ActivationCheckpointing, Setup, moments, predict, saved_per_block
 from model import Transformer
 from model_config import TransformerConfig, build_config, count_params
@@ -238,20 +238,11 @@ def published_logs() -> list[Path]:
 def test_peaks_of_published_runs(path: Path) -> None:
     run = read_run(path)
     record = run.run or {}
-    flags = record["config"]
-    if flags["compile"] and path.stem in ("all_1_batch_1", "all_2_batch_1"):
+    if record["config"]["compile"] and path.stem in ("all_1_batch_1", "all_2_batch_1"):
         pytest.skip("a CUDA graph has a pool of its own; the peak is below 10 GiB")
-    setup = Setup(
-        TransformerConfig(**record["model"]),
-        flags["sequence_length"],
-        flags["batch_size"],
-        flags["grad_accumulation_steps"],
-        checkpointing=flags["activation_checkpointing"],
-        compiled=flags["compile"],
-        fsdp=record["fsdp"],
-        shards=record["world_size"],
-        replicas=2 if record["commit"].startswith(TWO_DIMENSIONS) else 1,
-    )
+    setup = setup_of_run(run)
+    if record["commit"].startswith(TWO_DIMENSIONS):
+        setup = dataclasses.replace(setup, replicas=2)
     peak_gib = max(step.peak_gib or 0 for step in run.steps)
     assert peak_gib > 10
     assert predict(setup).allocated / GIB == pytest.approx(peak_gib, rel=0.01)
