@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 )
 
 from model import Transformer
-from utils import use_expandable_segments
+from utils import configure_allocators
 
 EXIT_STATUS = {"completed": 0, "failed": 1, "out_of_memory": 3, "preempted": 128 + signal.SIGTERM}
 # Building the model, the first compilation and a save may take long on one rank.
@@ -110,7 +110,7 @@ def pick_device() -> torch.device:
             f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; "
             "start at most that many ranks on it (--nproc-per-node)"
         )
-    use_expandable_segments()
+    configure_allocators()
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)  # before any process group: NCCL takes the current device
     return device

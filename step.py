@@ -9,11 +9,8 @@ from torch import Tensor, nn
 from distributed import World
 from model import Transformer
 from optimizer import CompiledAdamW, local_tensor
-from train_config import Inputs, TrainConfig
+from train_config import Inputs, TrainConfig, is_graphed
 
-# Below this much arithmetic a micro-batch ends before the CPU has launched its kernels: about half
-# of it took as long to launch as to compute on an H200.
-LAUNCH_BOUND_FLOPS = 1.5e14
 # Steps before a capture: kernels get compiled and tuned, the optimizer makes its state.
 STEPS_BEFORE_CAPTURE = 3
 
@@ -93,14 +90,10 @@ def build_step(
 ) -> Step:
     """The step that suits the device and the flags: one CUDA graph, or launched op by op.
 
-    Under FSDP the collectives are part of the graph; there it is one only when asked for.
+    Under FSDP the collectives are part of the graph.
     """
-    microbatch_flops = inputs.flops_per_token * config.batch_size * config.sequence_length
-    launch_bound = microbatch_flops < LAUNCH_BOUND_FLOPS and not config.fsdp
-    wanted = config.cuda_graph == "on" or (config.cuda_graph == "auto" and launch_bound)
-    if wanted and world.device.type == "cuda":
-        return GraphedStep(model, config, world, set_phase)
-    return EagerStep(model, config, world, set_phase)
+    kind = GraphedStep if is_graphed(config, inputs, world.device.type) else EagerStep
+    return kind(model, config, world, set_phase)
 
 
 def build_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
@@ -160,10 +153,8 @@ class GraphedStep(EagerStep):
     ) -> None:
         super().__init__(model, config, world, set_phase)
         device = world.device
-        rows = config.batch_size * config.grad_accumulation_steps
-        self.rows_2RT = torch.zeros(
-            (2, rows, config.sequence_length), dtype=torch.int64, device=device
-        )
+        shape = (2, config.batch_size * config.grad_accumulation_steps, config.sequence_length)
+        self.rows_2RT = torch.zeros(shape, dtype=torch.int64, device=device)
         self.loss_scale = torch.zeros((), device=device)
         self.rate = torch.zeros((), device=device)
         for group in self.optimizer.param_groups:

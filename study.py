@@ -119,8 +119,11 @@ def _baselines(points: pd.DataFrame) -> pd.Series:
 
 
 def same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether what both have is the same, as far as it was logged; replicas are FSDP's alone."""
-    names = one.keys() & other.keys() - {"replicas"}
+    """Whether what both have is the same, as far as it was logged.
+
+    Replicas are FSDP's alone, and how a step is launched is a means: `auto` chooses by the model.
+    """
+    names = one.keys() & other.keys() - {"replicas", "cuda_graph"}
     return all(one[n] == other[n] or None in (one[n], other[n]) for n in names)
 
 

@@ -24,6 +24,9 @@ from model_config import build_config, count_params, flops_per_token
 from processes import lock_folder
 from utils import DTYPES, DtypeName
 
+# Below this much arithmetic a micro-batch ends before the CPU has launched its kernels: about half
+# of it took as long to launch as to compute on an H200, all of it under FSDP, with its hooks.
+LAUNCH_BOUND_FLOPS = 1.5e14
 TOKENIZER_PROBE = "Naïve café, 3.14159 and 你好:\n\tdef f(x): return  x**2"
 
 
@@ -78,7 +81,7 @@ class TrainConfig(ModelFlags):
     fused_optimizer: bool = True
     """One fused kernel per group of parameters in AdamW."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
-    """Replay a step as one CUDA graph; `auto`: where launching is the limit, not under FSDP."""
+    """Replay a step as one CUDA graph; `auto`: where launching its kernels is the limit."""
     deterministic: bool = False
     """Use only kernels that give the same bits on every run."""
     fail_on_nonfinite: bool = True
@@ -201,6 +204,13 @@ def open_inputs(config: TrainConfig) -> Inputs:
     identity = run_identity(config, inputs)
     resumable = find_checkpoints(folder, config.resume, identity, config.training_steps)
     return replace(inputs, resumable=resumable)
+
+
+def is_graphed(config: TrainConfig, inputs: Inputs, device_type: str) -> bool:
+    """Whether a step is one CUDA graph: asked for, or where launching its kernels is the limit."""
+    flops = inputs.flops_per_token * config.batch_size * config.sequence_length
+    wanted = {"on": True, "off": False, "auto": flops < LAUNCH_BOUND_FLOPS}[config.cuda_graph]
+    return wanted and device_type == "cuda" and not getattr(config, "cpu_offload", False)
 
 
 def run_identity(config: TrainConfig, inputs: Inputs) -> dict[str, Any]:

@@ -62,15 +62,17 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def use_expandable_segments() -> None:
-    """Let the GPU allocator grow its segments (few fragments), unless the user configured it.
+def configure_allocators() -> None:
+    """Set PyTorch's GPU and host allocators up, unless the user did.
 
+    On the GPU segments grow (few fragments); eight threads at once page-lock memory of the host.
     Must come before the first allocation. The variable's older name works for all versions. NCCL
     takes a segment for one allocation when it registers the buffers of a captured graph, and hangs
     (pytorch/pytorch#158029): it must not.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        host = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:True,{host}"
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
