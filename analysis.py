@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from breakdown import check_record
-from hardware import peak_tflops
+from hardware import LAUNCH_BOUND_FLOPS, peak_tflops
 from model_config import TransformerConfig, build_config, count_params, flops_per_token
 from run_log import RunLog, StepRecord, UnusableError, read_runs
 
@@ -115,8 +115,14 @@ def facts(run: RunLog) -> RunFacts:
     try:
         for breakdown in run.breakdowns:
             check_record(breakdown)
-        flags, dtype, commit = record["config"], record["compute_dtype"], record["commit"]
+        flags, dtype, commit = dict(record["config"]), record["compute_dtype"], record["commit"]
         shape = TransformerConfig(**record["model"])
+        flops = flops_per_token(shape, flags["sequence_length"])
+        if record["fsdp"] and "cuda_graph" not in record and record.get("device_type") != "cpu":
+            # Before logs told, `auto` launched the kernels of FSDP one by one at every size.
+            small = flops * flags["batch_size"] * flags["sequence_length"] < LAUNCH_BOUND_FLOPS
+            if small and flags.get("cuda_graph") == "auto":
+                flags["cuda_graph"] = "off"
         peak, peak_source = _peak(run, record)
         own = _NO_COST.union(_FACTS, ("scaling_strategy", "scaling_factor", "compile"))
         return RunFacts(
@@ -128,9 +134,8 @@ def facts(run: RunLog) -> RunFacts:
             device_type=record.get("device_type"), compute_dtype=_DTYPES.get(dtype, dtype),
             compiled=flags["compile"], peak_tflops=peak, peak_source=peak_source,
             other_flags=json.dumps({k: v for k, v in sorted(flags.items()) if k not in own}),
-            flops_per_token=flops_per_token(shape, flags["sequence_length"]),
-            torch_version=record["versions"]["torch"], status=run.status, log=run.path.as_posix(),
-            commit=commit and commit + "+" * bool(record["dirty"]),
+            flops_per_token=flops, torch_version=record["versions"]["torch"], status=run.status,
+            log=run.path.as_posix(), commit=commit and commit + "+" * bool(record["dirty"]),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"a record lacks a field, or has a strange one: {error}") from None

@@ -15,6 +15,7 @@ import pandas as pd
 import study
 from analysis import NUM_BYTES, SKIP_STEPS, load_published, table
 from breakdown import KINDS, shares_of_step
+from model_config import TransformerConfig
 from run_log import RunLog
 from tables import as_text, told, told_tables
 
@@ -40,15 +41,19 @@ def read_original() -> list[Any]:
     ).reset_index())  # fmt: skip
 
 
-def read_points(runs: Sequence[RunLog]) -> list[Any]:
-    """Our runs as the original ran but for the batch, with nothing offloaded; repeats pooled."""
+def read_points(runs: Sequence[RunLog], cuda_graph: str = "auto") -> list[Any]:
+    """Our runs as the original ran but for the batch, with nothing offloaded; repeats pooled.
+
+    Those of one value of a flag, ``cuda_graph``; "off": kernels were launched one by one.
+    """
     points: Any = study.drawn_points(table(runs), "from-config")[0]
-    return [
-        row
-        for row in study.rows_of(points.assign(speed=points["tokens_per_s"]))
-        if all(getattr(row, field) == value for field, value in SAME.items())
-        and not study.settings_of(row).get("cpu_offload")
-    ]
+
+    def is_wanted(row: Any) -> bool:
+        own = study.settings_of(row)
+        asked = own.get("cuda_graph", "auto") == cuda_graph and not own.get("cpu_offload")
+        return asked and all(getattr(row, field) == value for field, value in SAME.items())
+
+    return [r for r in study.rows_of(points.assign(speed=points["tokens_per_s"])) if is_wanted(r)]
 
 
 def at_batch_1(points: Sequence[Any]) -> list[Any]:
@@ -131,8 +136,13 @@ def _repeats(row: Any) -> str:
     return f" (n={row.n})" * (row.n > 1) + " †" * row.cut_short
 
 
-def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
-    """What the two tables say, in sentences whose numbers are computed."""
+def findings(
+    original: Sequence[Any], ours: Sequence[Any], one_by_one: Sequence[Any] = ()
+) -> list[str]:
+    """What the two tables say, in sentences whose numbers are computed.
+
+    ``one_by_one``: those of ours whose kernels were launched one by one.
+    """
     frame = pd.read_csv(ORIGINAL).set_index("log")
     sharded = frame[frame["fsdp"] & frame["mfu_pct_as_logged"].notna()]
     wrong = sharded["mfu_pct_from_config"] / sharded["mfu_pct_as_logged"]
@@ -147,12 +157,15 @@ def findings(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
         wall += " " + told("scaling: our wall", single=alone, sharded=sharded)
     lines.append(wall)
     pairs = _our_pairs(single)
-    theirs, mine = (
-        [100 * with_fsdp.speed / without.speed for with_fsdp, without in found]
-        for found in (_pairs(original, 2), pairs)
-    )
+    theirs, mine = _shares(_pairs(original, 2)), _shares(pairs)
     if theirs and mine:
-        lines.append(told("scaling: costs", theirs=_span(theirs), mine=_span(mine)))
+        lines.append(told("scaling: costs", theirs=_span(theirs.values()),
+                          mine=_span(mine.values())))  # fmt: skip
+    launched = _shares(_our_pairs([row for row in single if not row.fsdp] + [*one_by_one]))
+    if both := sorted(mine.keys() & launched.keys()):
+        slow, graphed = (_span([found[key] for key in both]) for found in (launched, mine))
+        at = {"first": both[0], "last": both[-1]}
+        lines.append(told("scaling: launching", launched=slow, graphed=graphed, **at))
     gaps = [with_fsdp.peak_gib - without.peak_gib for with_fsdp, without in pairs]
     if gaps := [gap for gap in gaps if not math.isnan(gap)]:
         lines.append(told("scaling: memory", low=min(gaps), high=max(gaps)))
@@ -188,6 +201,76 @@ def _same(one: Any, other: Any) -> bool:
     return study.same_settings(*settings)
 
 
+def _shares(pairs: Sequence[tuple[Any, Any]]) -> dict[tuple, float]:
+    """What FSDP leaves of the tokens/s, in per cent, by size."""
+    return {_key(row): 100 * row.speed / base.speed for row, base in pairs}
+
+
+def several_pairs(published: Path) -> list[tuple[Any, Any]]:
+    """(run on several GPUs, one GPU without FSDP at the same size, batch and settings, or None).
+
+    That one is of the study, else of the speeds of train.py.
+    """
+    runs = load_published(published / "h200" / "scaling")
+    points = [*read_points(runs), *read_points(runs, "off")]
+    alone = [*read_points(load_published(published / "h200" / "bench")), *points]
+    bases = {(*_key(row), row.batch_size): row for row in alone if row.status == "trained"}
+    pairs = []
+    for row in sorted(points, key=lambda row: (*_key(row), row.batch_size, row.other_flags)):
+        if row.gpus > 1 and row.status == "trained":
+            base = bases.get((row.strategy, row.factor, False, 1, row.batch_size))
+            pairs.append((row, base if base is not None and _same(row, base) else None))
+    return pairs
+
+
+def several_rows(pairs: Sequence[tuple[Any, Any]]) -> list[list[str]]:
+    """What several GPUs leave of the tokens/s of one GPU without FSDP."""
+    cells = []
+    for row, base in pairs:
+        alone = base.speed if base else math.nan
+        cells.append([
+            f"`{row.strategy}` {row.factor}", f"{row.gpus}{_repeats(row)}", str(row.batch_size),
+            _launched(row) or "by default", as_text(row.speed, ",.0f"),
+            as_text(row.mfu_pct, ".2f"), as_text(alone, ",.0f"),
+            as_text(100 * row.speed / alone, ".1f"), as_text(row.peak_gib, ".1f"),
+        ])  # fmt: skip
+    return cells
+
+
+def _launched(row: Any) -> str:
+    return study.variant_of(study.settings_of(row), ["cuda_graph"])
+
+
+def reasons(runs: Sequence[RunLog]) -> list[str]:
+    """Why MFU is what it is, from the profiles of one GPU without FSDP, in sentences."""
+    found: dict[str, list[dict[str, Any]]] = {"all": [], "n_layers": []}
+    for row, run in study.profiled_runs(runs):
+        if run.run and row.gpus == 1 and not row.fsdp:
+            found[row.strategy].append(_profile(row, run))
+    small, large = (found["all"] or [None])[0], (found["all"] or [None])[-1]
+    lines = []
+    if small is not large:
+        lines.append(told("scaling: why small", small=small, large=large))
+    if large and found["n_layers"]:
+        lines.append(told("scaling: why all", narrow=large, wide=found["n_layers"][0]))
+    return lines
+
+
+def _profile(row: Any, run: RunLog) -> dict[str, Any]:
+    """Shares of a step (%), and TFLOP/s of its matmuls and its attention."""
+    record, shape = run.breakdowns[-1], TransformerConfig(**(run.run or {})["model"])
+    shares = shares_of_step(record, study.quiet_step_s(run))
+    matmuls = 6 * (row.num_parameters - shape.vocab_size * shape.dim)
+    tokens = row.global_batch * row.sequence_length
+    flops = {"matmuls": matmuls, "attention": row.flops_per_token - matmuls}
+    rates = {f"{kind} rate": tokens * n / (record["seconds_per_step"][kind] or math.nan) / 1e12
+             for kind, n in flops.items()}  # fmt: skip
+    share = 100 * flops["attention"] / row.flops_per_token
+    return {**{kind: 100 * value for kind, value in shares.items()}, **rates, "row": row,
+            "both": 100 * (shares["matmuls"] + shares["attention"]), "attention flops": share,
+            "head_size": shape.head_size}  # fmt: skip
+
+
 def _span(values: Any) -> str:
     return f"{min(values):.0f} to {max(values):.0f}"
 
@@ -201,10 +284,14 @@ def cost_summary(published: Path) -> dict[str, Any]:
     if not alone or not shares:
         return {}
     (low, least), (high, most) = (of(shares, key=lambda pair: pair[0]) for of in (min, max))
-    is_one = all(row.gpus == 1 for row in points)
+    pairs = [(row, base) for row, base in several_pairs(published) if base]
+    several = " Several GPUs are not measured yet."
+    if pairs:
+        row, base = max(pairs, key=lambda pair: pair[0].speed / pair[1].speed)
+        several = " " + told("answers: several", row=row, share=100 * row.speed / base.speed)
     return {
         "row": max(alone, key=lambda row: row.mfu_pct), "low": low, "high": high, "least": least,
-        "most": most, "several": " Several GPUs are not measured yet." * is_one,
+        "most": most, "several": several,
     }  # fmt: skip
 
 
@@ -215,7 +302,9 @@ def breakdown_rows(runs: Sequence[RunLog]) -> list[list[str]]:
         record = run.breakdowns[-1]
         shares = shares_of_step(record, study.quiet_step_s(run))
         cells.append([
-            f"`{row.strategy}` {row.factor}", study.configuration_of(row), str(row.batch_size),
+            f"`{row.strategy}` {row.factor}",
+            ", ".join(filter(None, (study.configuration_of(row), _launched(row)))),
+            str(row.batch_size),
             *(f"{100 * share:.1f}" for share in shares.values()),
             f"{record['num_kernels_per_step']:,.0f}", Path(row.log).name,
         ])  # fmt: skip
@@ -230,16 +319,18 @@ def scaling_section(published: Path) -> str:
     runs = load_published(published / "h200" / "scaling")
     if not runs:
         return ""
-    original, points = read_original(), read_points(runs)
-    ours = at_batch_1(points)
+    original, points, launched = read_original(), read_points(runs), read_points(runs, "off")
+    ours, one_by_one = at_batch_1(points), at_batch_1(launched)
     devices = sorted({f"{row.device}, torch {row.torch_version}" for row in ours})
     counted = pd.read_csv(ORIGINAL)["training_tokens_pct"]
     values = {"figures": FIGURES, "devices": "; ".join(devices), "counted": _span(counted)}
     rows = comparison_rows(original, ours)
     compared = told_tables({"scaling": rows}, skip_steps=SKIP_STEPS, **values)
-    found = "\n".join(f"- {line}" for line in findings(original, ours))
+    lines = [*findings(original, ours, one_by_one), *reasons(runs)]
+    found = "\n".join(f"- {line}" for line in lines)
     kinds = " | ".join(f"{kind} (%)" for kind in KINDS)
     more = {
+        "scaling: several": several_rows(several_pairs(published)),
         "scaling: batches": batch_rows(points, ours),
         "scaling: breakdown": breakdown_rows(runs),
     }

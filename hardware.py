@@ -1,7 +1,12 @@
-"""What is the dense bf16 peak of this GPU?
+"""What is the dense bf16 peak of this GPU, and how little work leaves it waiting for the CPU?
 
-Keyed by the exact name that the driver reports: a guess from part of a name makes every MFU wrong.
+The peak is keyed by the exact name that the driver reports: a guess from part of a name makes every
+MFU wrong.
 """
+
+# Below this much arithmetic a micro-batch ends before the CPU has launched its kernels: about half
+# of it took as long to launch as to compute on an H200, all of it under FSDP, with its hooks.
+LAUNCH_BOUND_FLOPS = 1.5e14
 
 # Dense (no sparsity) bf16 tensor-core peak in TFLOP/s, from the vendor's datasheets.
 PEAK_BF16_TFLOPS: dict[str, float] = {

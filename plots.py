@@ -20,6 +20,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 import study
@@ -257,10 +258,12 @@ def draw_line(axes: plt.Axes, line: study.Line, points: pd.DataFrame, name: str)
     height = heights[line.hue % 4]
     for row in study.rows_of(points):
         is_labelled = line.has_own_batches and name != "training_tokens_pct"
-        words = [f"batch {row.batch_size}"] * is_labelled + [f"n={row.n}"] * (row.n > 1)
+        batch = "batch " * (study.AS_LABELLED not in line.variant) + str(row.batch_size)
+        words = [batch] * is_labelled + [f"n={row.n}"] * (row.n > 1)
         if words:
             axes.annotate(", ".join(words), (row.num_parameters, getattr(row, name)), (6, height),
-                          textcoords="offset points", fontsize=9, color=color)  # fmt: skip
+                          textcoords="offset points", fontsize=9, color=color, zorder=4,
+                          path_effects=[withStroke(linewidth=2.5, foreground="white")])  # fmt: skip
 
 
 def draw_crosses(axes: plt.Axes, line: study.Line, height: float) -> None:

@@ -31,6 +31,8 @@ WORDS = {
     "replicas": "replicas {}", "peak_tflops": "peak {:g} TFLOP/s",
     "torch_version": "torch {}",
 }  # fmt: skip
+# Nothing is said of the way that is chosen by itself.
+LAUNCHED = {"auto": "", "on": "one CUDA graph", "off": "kernels launched one by one"}
 
 
 @dataclass(frozen=True)
@@ -194,11 +196,13 @@ def variant_of(own: dict[str, Any], telling: Iterable[str]) -> str:
         value, name = own[field], field.replace("_", " ")
         if value is None:
             words.append(f"{name} not logged")
+        elif field == "cuda_graph":
+            words.append(LAUNCHED.get(value, f"{name} {value}"))
         elif isinstance(value, bool):
             words.append(name if value else f"not {name}")
         else:
             words.append(WORDS.get(field, f"{name} {{}}").format(value))
-    return ", ".join(words)
+    return ", ".join(filter(None, words))
 
 
 def profiled_runs(runs: Sequence[RunLog]) -> list[tuple[Any, RunLog]]:

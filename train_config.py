@@ -18,15 +18,13 @@ from checkpoint import Checkpoint, find_checkpoints
 from cli import check_flags
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
+from hardware import LAUNCH_BOUND_FLOPS
 from memory import GIB, Setup, describe, full_speed, largest_batch, predict
 from model import ActivationCheckpointing, ScalingStrategy, TransformerConfig
 from model_config import build_config, count_params, flops_per_token
 from processes import lock_folder
 from utils import DTYPES, DtypeName
 
-# Below this much arithmetic a micro-batch ends before the CPU has launched its kernels: about half
-# of it took as long to launch as to compute on an H200, all of it under FSDP, with its hooks.
-LAUNCH_BOUND_FLOPS = 1.5e14
 TOKENIZER_PROBE = "Naïve café, 3.14159 and 你好:\n\tdef f(x): return  x**2"
 
 

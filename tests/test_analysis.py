@@ -174,6 +174,22 @@ def test_facts_and_metrics_of_a_run(write: Write) -> None:
     assert mean_metrics(run, skip_steps=12).tokens_per_s == 450.0
 
 
+def test_auto_is_what_it_was_when_the_log_was_written(write: Write) -> None:
+    # A step of FSDP was never one CUDA graph before logs told whether it is.
+    def launched(factor: int = 2, batch: int = 1, **told: object) -> str:
+        flags = {"cuda_graph": "auto", "scaling_factor": factor, "batch_size": batch}
+        record = RECORD | {"model": asdict(build_config("all", factor, 131_072))} | told
+        name = f"{factor} {batch} {told}.out"
+        run = read_run(write([1.0], record | {"config": FLAGS | flags}, name=name))
+        return json.loads(facts(run).other_flags)["cuda_graph"]
+
+    assert launched() == "off"
+    assert (
+        launched(cuda_graph=True) == launched(fsdp=False) == launched(device_type="cpu") == "auto"
+    )
+    assert launched(factor=10) == launched(batch=120) == "auto", "as it is today"
+
+
 def test_a_window_that_reaches_into_the_warm_up_is_left_out(write: Write) -> None:
     run = read_run(write([1.0, 2.0, 40.0, 60.0]))
 
