@@ -205,10 +205,15 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
 
 def is_graphed(config: TrainConfig, inputs: Inputs, device_type: str) -> bool:
-    """Whether a step is one CUDA graph: asked for, or where launching its kernels is the limit."""
+    """Whether a step is one CUDA graph: asked for, or where launching its kernels is the limit.
+
+    Under FSDP only what was run on GPUs is one unasked: compiled blocks, one replica, no offload.
+    """
     flops = inputs.flops_per_token * config.batch_size * config.sequence_length
-    wanted = {"on": True, "off": False, "auto": flops < LAUNCH_BOUND_FLOPS}[config.cuda_graph]
-    return wanted and device_type == "cuda" and not getattr(config, "cpu_offload", False)
+    auto = flops < LAUNCH_BOUND_FLOPS
+    if isinstance(config, FSDPTrainConfig):
+        auto = auto and config.compile and config.replicas == 1 and not config.cpu_offload
+    return device_type == "cuda" and {"on": True, "off": False, "auto": auto}[config.cuda_graph]
 
 
 def run_identity(config: TrainConfig, inputs: Inputs) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from run_log import RunLog, read_run
+from train_config import FSDPTrainConfig, TrainConfig, is_graphed
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = (
@@ -213,6 +215,25 @@ def test_bad_input_on_ranks_is_said_once() -> None:
     flags = ("--cpu-offload", "--cuda-graph", "on")
     code, out, err = run(sys.executable, "train_fsdp.py", *COMMON, *flags)
     assert (code, out) == (2, "") and "--cuda-graph on is not for --cpu-offload" in err
+
+
+def test_small_steps_are_one_graph_where_that_was_run() -> None:
+    def graphed(
+        flops: float, device: str = "cuda", config: type = TrainConfig, **flags: Any
+    ) -> bool:
+        inputs: Any = SimpleNamespace(flops_per_token=flops)
+        return is_graphed(config(**{"sequence_length": 1, "compile": True} | flags), inputs, device)
+
+    for config in (TrainConfig, FSDPTrainConfig):
+        assert graphed(1e14, config=config) and not graphed(2e14, config=config)
+        assert graphed(2e14, config=config, cuda_graph="on")
+        assert not graphed(1e14, config=config, cuda_graph="off")
+        assert not graphed(1e14, "cpu", config, cuda_graph="on")
+        assert not graphed(1e14, config=config, batch_size=2), "a micro-batch decides"
+        assert graphed(1e14, config=config, grad_accumulation_steps=2)
+    assert graphed(1e14, compile=False)
+    assert not graphed(1e14, config=FSDPTrainConfig, compile=False)
+    assert not graphed(1e14, config=FSDPTrainConfig, cpu_offload=True)
 
 
 def test_dry_run_prints_the_plan_and_stops() -> None:
