@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from breakdown import check_record
-from hardware import LAUNCH_BOUND_FLOPS, peak_tflops
+from hardware import LAUNCH_BOUND_FLOPS, is_graphed_by_default, peak_tflops
 from model_config import TransformerConfig, build_config, count_params, flops_per_token
 from run_log import RunLog, StepRecord, UnusableError, read_runs
 
@@ -31,6 +31,7 @@ _NO_COST |= {"checkpoint_dir", "keep", "profile_dir", "profile_step_start", "pro
 _NO_COST |= {"collective_timeout_s"}
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NUM_BYTES = {"bf16": 2, "fp32": 4}
+ONE_GRAPH, ONE_BY_ONE = "one CUDA graph", "kernels launched one by one"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class RunFacts:
     compute_dtype: str | None
     activation_checkpointing: str | None
     compiled: bool | None
+    launched: str  # how, where not as `--cuda-graph auto` does today
     other_flags: str  # JSON of the flags that cost time and have no field here
     device: str | None
     device_type: str | None  # cuda or cpu
@@ -115,16 +117,12 @@ def facts(run: RunLog) -> RunFacts:
     try:
         for breakdown in run.breakdowns:
             check_record(breakdown)
-        flags, dtype, commit = dict(record["config"]), record["compute_dtype"], record["commit"]
+        flags, dtype, commit = record["config"], record["compute_dtype"], record["commit"]
         shape = TransformerConfig(**record["model"])
         flops = flops_per_token(shape, flags["sequence_length"])
-        if record["fsdp"] and "cuda_graph" not in record and record.get("device_type") != "cpu":
-            # Before logs told, `auto` launched the kernels of FSDP one by one at every size.
-            small = flops * flags["batch_size"] * flags["sequence_length"] < LAUNCH_BOUND_FLOPS
-            if small and flags.get("cuda_graph") == "auto":
-                flags["cuda_graph"] = "off"
         peak, peak_source = _peak(run, record)
-        own = _NO_COST.union(_FACTS, ("scaling_strategy", "scaling_factor", "compile"))
+        own = _NO_COST.union(_FACTS, ("scaling_strategy", "scaling_factor", "compile",
+                                     "cuda_graph"))  # fmt: skip
         return RunFacts(
             **{name: record[name] for name in ("fsdp", "replicas", "global_batch", "device")},
             **{name: flags[name] for name in _SAME_FLAGS},
@@ -133,12 +131,29 @@ def facts(run: RunLog) -> RunFacts:
             gpus=record["world_size"], nodes=record["num_nodes"],
             device_type=record.get("device_type"), compute_dtype=_DTYPES.get(dtype, dtype),
             compiled=flags["compile"], peak_tflops=peak, peak_source=peak_source,
+            launched=_launched(record, flops) if run.run else "",
             other_flags=json.dumps({k: v for k, v in sorted(flags.items()) if k not in own}),
             flops_per_token=flops, torch_version=record["versions"]["torch"], status=run.status,
             log=run.path.as_posix(), commit=commit and commit + "+" * bool(record["dirty"]),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"a record lacks a field, or has a strange one: {error}") from None
+
+
+def _launched(record: dict[str, Any], flops_per_token: int) -> str:
+    flags, graphed = record["config"], record.get("cuda_graph")
+    asked, on_gpu = flags.get("cuda_graph", "off"), record.get("device_type") != "cpu"
+    flops = flops_per_token * float(flags["batch_size"]) * float(flags["sequence_length"])
+    usual = on_gpu and is_graphed_by_default(
+        flops, fsdp=record["fsdp"], compiled=flags["compile"], replicas=record["replicas"],
+        cpu_offload=flags.get("cpu_offload", False),
+    )  # fmt: skip
+    if asked not in ("auto", "on", "off") or graphed not in (True, False, None):
+        raise ValueError(f"cuda_graph is {asked!r}, {graphed!r}")
+    if graphed is None:  # before logs told, `auto` launched all kernels of FSDP one by one
+        auto = asked == "auto" and not record["fsdp"] and flops < LAUNCH_BOUND_FLOPS
+        graphed = on_gpu and (asked == "on" or auto)
+    return "" if graphed == usual else ONE_GRAPH if graphed else ONE_BY_ONE
 
 
 def _record(run: RunLog) -> dict[str, Any]:

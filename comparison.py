@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 import study
-from analysis import NUM_BYTES, SKIP_STEPS, load_published, table
+from analysis import NUM_BYTES, ONE_BY_ONE, SKIP_STEPS, load_published, table
 from breakdown import KINDS, shares_of_step
 from model_config import TransformerConfig
 from run_log import RunLog
@@ -23,6 +23,10 @@ ORIGINAL = Path(__file__).resolve().parent / "data" / "original.csv"
 # How the original ran, at batch 1; our runs at another length are compared with none of its.
 SAME = {"grad_accumulation_steps": 1, "sequence_length": 4096,
         "activation_checkpointing": "none"}  # fmt: skip
+# The profiles that are compared with each other.
+ALONE = {"batch_size": 1, "fsdp": False, "gpus": 1, "launched": "", "compiled": True}
+RATED = ("matmuls", "attention")
+NO_SEVERAL = " Several GPUs are not measured yet."
 FIGURES = "plots/published/h200"
 GIB = 2**30
 PUBLISHED_MFU_LOG = "loss_ablation_fsdp/lsai-454149.out"
@@ -41,19 +45,15 @@ def read_original() -> list[Any]:
     ).reset_index())  # fmt: skip
 
 
-def read_points(runs: Sequence[RunLog], cuda_graph: str = "auto") -> list[Any]:
-    """Our runs as the original ran but for the batch, with nothing offloaded; repeats pooled.
-
-    Those of one value of a flag, ``cuda_graph``; "off": kernels were launched one by one.
-    """
+def read_points(runs: Sequence[RunLog]) -> list[Any]:
+    """Our runs as the original ran but for the batch, with nothing offloaded; repeats pooled."""
     points: Any = study.drawn_points(table(runs), "from-config")[0]
-
-    def is_wanted(row: Any) -> bool:
-        own = study.settings_of(row)
-        asked = own.get("cuda_graph", "auto") == cuda_graph and not own.get("cpu_offload")
-        return asked and all(getattr(row, field) == value for field, value in SAME.items())
-
-    return [r for r in study.rows_of(points.assign(speed=points["tokens_per_s"])) if is_wanted(r)]
+    return [
+        row
+        for row in study.rows_of(points.assign(speed=points["tokens_per_s"]))
+        if all(getattr(row, field) == value for field, value in SAME.items())
+        and not study.settings_of(row).get("cpu_offload")
+    ]
 
 
 def at_batch_1(points: Sequence[Any]) -> list[Any]:
@@ -65,6 +65,9 @@ def at_batch_1(points: Sequence[Any]) -> list[Any]:
 
 
 def _one_each(rows: list[Any]) -> list[Any]:
+    # Kernels that were launched otherwise than by default count where nothing else was run.
+    usual = {(*_key(row), row.batch_size) for row in rows if not row.launched}
+    rows = [row for row in rows if not row.launched or (*_key(row), row.batch_size) not in usual]
     keys = [(*_key(row), row.batch_size) for row in rows]
     if twice := {key for key in keys if keys.count(key) > 1}:
         names = "strategy {}, factor {}, FSDP {}, GPUs {}, batch {}".format(*sorted(twice)[0])
@@ -136,20 +139,16 @@ def _repeats(row: Any) -> str:
     return f" (n={row.n})" * (row.n > 1) + " †" * row.cut_short
 
 
-def findings(
-    original: Sequence[Any], ours: Sequence[Any], one_by_one: Sequence[Any] = ()
-) -> list[str]:
-    """What the two tables say, in sentences whose numbers are computed.
-
-    ``one_by_one``: those of ours whose kernels were launched one by one.
-    """
+def findings(original: Sequence[Any], points: Sequence[Any]) -> list[str]:
+    """What the original's runs and our points say, in sentences whose numbers are computed."""
+    ours = at_batch_1(points)
     frame = pd.read_csv(ORIGINAL).set_index("log")
     sharded = frame[frame["fsdp"] & frame["mfu_pct_as_logged"].notna()]
     wrong = sharded["mfu_pct_from_config"] / sharded["mfu_pct_as_logged"]
     lines = [told("scaling: MFU", published=frame.loc[PUBLISHED_MFU_LOG], num_wrong=len(wrong),
                   low=wrong.min(), high=wrong.max())]  # fmt: skip
     failed = [row for row in original if row.fsdp and row.status == study.OUT_OF_MEMORY]
-    failed = min(failed, key=lambda row: row.num_parameters)
+    failed = " and ".join(f"`{row.strategy}` {row.factor} on {row.gpus} GPUs" for row in failed)
     wall = told("scaling: wall", reached=_largest(original, fsdp=True), failed=failed)
     single = [row for row in ours if row.gpus == 1 and row.status == "trained"]
     alone, sharded = (_largest(single, fsdp=fsdp) for fsdp in (False, True))
@@ -161,11 +160,18 @@ def findings(
     if theirs and mine:
         lines.append(told("scaling: costs", theirs=_span(theirs.values()),
                           mine=_span(mine.values())))  # fmt: skip
-    launched = _shares(_our_pairs([row for row in single if not row.fsdp] + [*one_by_one]))
-    if both := sorted(mine.keys() & launched.keys()):
-        slow, graphed = (_span([found[key] for key in both]) for found in (launched, mine))
-        at = {"first": both[0], "last": both[-1]}
-        lines.append(told("scaling: launching", launched=slow, graphed=graphed, **at))
+    usual = [row for row in single if not row.launched]
+    slow = [
+        row
+        for row in points
+        if row.launched == ONE_BY_ONE and (row.batch_size, row.fsdp) == (1, True)
+    ]
+    slow = _shares(_our_pairs([*slow, *(row for row in usual if not row.fsdp)]))
+    graphed = _shares(_our_pairs(usual))
+    if both := sorted(slow.keys() & graphed.keys()):
+        lines.append(told(
+            "scaling: launching", sizes=_names(both), slow=_span([slow[key] for key in both]),
+            graphed=_span([graphed[key] for key in both])))  # fmt: skip
     gaps = [with_fsdp.peak_gib - without.peak_gib for with_fsdp, without in pairs]
     if gaps := [gap for gap in gaps if not math.isnan(gap)]:
         lines.append(told("scaling: memory", low=min(gaps), high=max(gaps)))
@@ -211,16 +217,20 @@ def several_pairs(published: Path) -> list[tuple[Any, Any]]:
 
     That one is of the study, else of the speeds of train.py.
     """
-    runs = load_published(published / "h200" / "scaling")
-    points = [*read_points(runs), *read_points(runs, "off")]
-    alone = [*read_points(load_published(published / "h200" / "bench")), *points]
-    bases = {(*_key(row), row.batch_size): row for row in alone if row.status == "trained"}
-    pairs = []
-    for row in sorted(points, key=lambda row: (*_key(row), row.batch_size, row.other_flags)):
-        if row.gpus > 1 and row.status == "trained":
-            base = bases.get((row.strategy, row.factor, False, 1, row.batch_size))
-            pairs.append((row, base if base is not None and _same(row, base) else None))
-    return pairs
+    points, speeds = (
+        read_points(load_published(published / "h200" / name)) for name in ("scaling", "bench")
+    )
+    alone = [r for r in (*points, *speeds) if _key(r)[2:] == (False, 1) and r.speed > 0]
+    alone.sort(key=lambda row: bool(row.launched))  # those of the default first
+
+    def base_of(row: Any) -> Any:
+        at = (row.strategy, row.factor, row.batch_size)
+        same = (b for b in alone if (b.strategy, b.factor, b.batch_size) == at and _same(row, b))
+        return next(same, None)
+
+    several = [row for row in points if row.gpus > 1 and row.speed > 0]
+    several.sort(key=lambda row: (*_key(row), row.batch_size, row.launched or ""))
+    return [(row, base_of(row)) for row in several]
 
 
 def several_rows(pairs: Sequence[tuple[Any, Any]]) -> list[list[str]]:
@@ -230,49 +240,63 @@ def several_rows(pairs: Sequence[tuple[Any, Any]]) -> list[list[str]]:
         alone = base.speed if base else math.nan
         cells.append([
             f"`{row.strategy}` {row.factor}", f"{row.gpus}{_repeats(row)}", str(row.batch_size),
-            _launched(row) or "by default", as_text(row.speed, ",.0f"),
-            as_text(row.mfu_pct, ".2f"), as_text(alone, ",.0f"),
+            row.launched or "by default", as_text(row.speed, ",.0f"), as_text(row.mfu_pct, ".2f"),
+            as_text(alone, ",.0f") + (_repeats(base) if base else ""),
             as_text(100 * row.speed / alone, ".1f"), as_text(row.peak_gib, ".1f"),
         ])  # fmt: skip
     return cells
 
 
-def _launched(row: Any) -> str:
-    return study.variant_of(study.settings_of(row), ["cuda_graph"])
-
-
 def reasons(runs: Sequence[RunLog]) -> list[str]:
-    """Why MFU is what it is, from the profiles of one GPU without FSDP, in sentences."""
-    found: dict[str, list[dict[str, Any]]] = {"all": [], "n_layers": []}
-    for row, run in study.profiled_runs(runs):
-        if run.run and row.gpus == 1 and not row.fsdp:
-            found[row.strategy].append(_profile(row, run))
-    small, large = (found["all"] or [None])[0], (found["all"] or [None])[-1]
+    """Why MFU is what it is, from the profiles of one GPU without FSDP, in sentences.
+
+    Those at the original's batch and settings, on one kind of device, by one version of torch.
+    """
+    found = [
+        _profile(row, run)
+        for row, run in study.profiled_runs(runs)
+        if all(getattr(row, field) == value for field, value in {**SAME, **ALONE}.items())
+        and run.run
+    ]
+    found = [one for one in found if all(math.isfinite(one[f"{k} rate"]) for k in RATED)]
+    if len({(one["row"].device, one["row"].torch_version) for one in found}) > 1:
+        return []
+    narrow = [one for one in found if one["row"].strategy == "all"]
+    wide = next((one for one in found if one["row"].strategy == "n_layers"), None)
     lines = []
-    if small is not large:
-        lines.append(told("scaling: why small", small=small, large=large))
-    if large and found["n_layers"]:
-        lines.append(told("scaling: why all", narrow=large, wide=found["n_layers"][0]))
+    if narrow and narrow[0]["row"].factor < narrow[-1]["row"].factor:
+        lines.append(told("scaling: why small", small=narrow[0], large=narrow[-1]))
+    if narrow and wide:
+        lines.append(told("scaling: why all", narrow=narrow[-1], wide=wide))
     return lines
 
 
 def _profile(row: Any, run: RunLog) -> dict[str, Any]:
-    """Shares of a step (%), and TFLOP/s of its matmuls and its attention."""
+    """Shares of a step (%), and TFLOP/s of its matmuls and its attention (NaN: none ran)."""
     record, shape = run.breakdowns[-1], TransformerConfig(**(run.run or {})["model"])
     shares = shares_of_step(record, study.quiet_step_s(run))
     matmuls = 6 * (row.num_parameters - shape.vocab_size * shape.dim)
     tokens = row.global_batch * row.sequence_length
-    flops = {"matmuls": matmuls, "attention": row.flops_per_token - matmuls}
+    flops = dict(zip(RATED, (matmuls, row.flops_per_token - matmuls), strict=True))
     rates = {f"{kind} rate": tokens * n / (record["seconds_per_step"][kind] or math.nan) / 1e12
              for kind, n in flops.items()}  # fmt: skip
     share = 100 * flops["attention"] / row.flops_per_token
     return {**{kind: 100 * value for kind, value in shares.items()}, **rates, "row": row,
-            "both": 100 * (shares["matmuls"] + shares["attention"]), "attention flops": share,
+            "both": 100 * sum(shares[kind] for kind in RATED), "attention flops": share,
             "head_size": shape.head_size}  # fmt: skip
 
 
+def _names(keys: Sequence[tuple]) -> str:
+    """From the first size to the last, of each strategy."""
+    first = {strategy: factor for strategy, factor, *_ in reversed(keys)}
+    last = {strategy: factor for strategy, factor, *_ in keys}
+    spans = (f"`{name}` {_span((first[name], last[name]))}" for name in last)
+    return " and ".join(spans)
+
+
 def _span(values: Any) -> str:
-    return f"{min(values):.0f} to {max(values):.0f}"
+    ends = dict.fromkeys((f"{min(values):.0f}", f"{max(values):.0f}"))
+    return " to ".join(ends)
 
 
 def cost_summary(published: Path) -> dict[str, Any]:
@@ -285,7 +309,7 @@ def cost_summary(published: Path) -> dict[str, Any]:
         return {}
     (low, least), (high, most) = (of(shares, key=lambda pair: pair[0]) for of in (min, max))
     pairs = [(row, base) for row, base in several_pairs(published) if base]
-    several = " Several GPUs are not measured yet."
+    several = "" if any(row.gpus > 1 for row in points) else NO_SEVERAL
     if pairs:
         row, base = max(pairs, key=lambda pair: pair[0].speed / pair[1].speed)
         several = " " + told("answers: several", row=row, share=100 * row.speed / base.speed)
@@ -303,7 +327,7 @@ def breakdown_rows(runs: Sequence[RunLog]) -> list[list[str]]:
         shares = shares_of_step(record, study.quiet_step_s(run))
         cells.append([
             f"`{row.strategy}` {row.factor}",
-            ", ".join(filter(None, (study.configuration_of(row), _launched(row)))),
+            ", ".join(filter(None, (study.configuration_of(row), row.launched))),
             str(row.batch_size),
             *(f"{100 * share:.1f}" for share in shares.values()),
             f"{record['num_kernels_per_step']:,.0f}", Path(row.log).name,
@@ -319,14 +343,14 @@ def scaling_section(published: Path) -> str:
     runs = load_published(published / "h200" / "scaling")
     if not runs:
         return ""
-    original, points, launched = read_original(), read_points(runs), read_points(runs, "off")
-    ours, one_by_one = at_batch_1(points), at_batch_1(launched)
+    original, points = read_original(), read_points(runs)
+    ours = at_batch_1(points)
     devices = sorted({f"{row.device}, torch {row.torch_version}" for row in ours})
     counted = pd.read_csv(ORIGINAL)["training_tokens_pct"]
     values = {"figures": FIGURES, "devices": "; ".join(devices), "counted": _span(counted)}
     rows = comparison_rows(original, ours)
     compared = told_tables({"scaling": rows}, skip_steps=SKIP_STEPS, **values)
-    lines = [*findings(original, ours, one_by_one), *reasons(runs)]
+    lines = [*findings(original, points), *reasons(runs)]
     found = "\n".join(f"- {line}" for line in lines)
     kinds = " | ".join(f"{kind} (%)" for kind in KINDS)
     more = {

@@ -25,6 +25,17 @@ PEAK_BF16_TFLOPS: dict[str, float] = {
 }
 
 
+def is_graphed_by_default(
+    microbatch_flops: float, *, fsdp: bool, compiled: bool, replicas: int, cpu_offload: bool
+) -> bool:
+    """Whether a step on a GPU is one CUDA graph where nobody asks for it, or against it.
+
+    Under FSDP only what was run so: compiled blocks, one replica, nothing offloaded.
+    """
+    was_run = not fsdp or (compiled and replicas == 1 and not cpu_offload)
+    return was_run and microbatch_flops < LAUNCH_BOUND_FLOPS
+
+
 def peak_tflops(device_name: str) -> float | None:
     """Dense bf16 peak in TFLOP/s, or None for a device that the table does not name."""
     return PEAK_BF16_TFLOPS.get(device_name)

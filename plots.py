@@ -370,10 +370,15 @@ def finish(figure: plt.Figure, lines: Sequence[study.Line], reading: str) -> Non
     ]  # fmt: skip
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
     own = [study.settings_of(row) for row in study.rows_of(points)]
+    add_caption(figure, own, in_ranks(reading, points))
+
+
+def add_caption(figure: plt.Figure, own: Sequence[dict[str, Any]], reading: str) -> None:
+    """Below the figure: the settings that all runs share, and how it is to be read."""
     shared = {f: {one[f] for one in own} - {None} for f in CAPTION_FIELDS}
     known = {field: values.pop() for field, values in shared.items() if len(values) == 1}
     facts = "; ".join(study.variant_of(known, [field]) for field in known)
-    caption = in_ranks(". ".join(filter(None, [facts, reading])), points)
+    caption = ". ".join(filter(None, [facts, reading]))
     caption = textwrap.fill(caption, 120, break_on_hyphens=False)
     figure.text(0.01, 0.01, caption, fontsize=9, color="0.35")
     bottom = (0.15 + 0.16 * len(caption.splitlines())) / figure.get_figheight()
@@ -397,7 +402,7 @@ def draw_breakdown(runs: Sequence[RunLog]) -> plt.Figure:
         for (kind, share), color in zip(shares.items(), colors, strict=True):
             axes.barh(place, 100 * share, 0.72, 100 * left, color=color, label=kind)
             if share > 0.035:
-                ink = "black" if kind == IDLE else "white"
+                ink = "black" if kind in ("copies", IDLE) else "white"
                 axes.text(100 * (left + share / 2), place, f"{100 * share:.0f}", color=ink,
                           ha="center", va="center", fontsize=10)  # fmt: skip
             left += share
@@ -413,8 +418,9 @@ def draw_breakdown(runs: Sequence[RunLog]) -> plt.Figure:
     axes.invert_yaxis()
     axes.grid(visible=False)
     handles, kinds = axes.get_legend_handles_labels()
-    figure.legend(handles[: len(KINDS)], kinds[: len(KINDS)], loc="outside lower left",
+    figure.legend(handles[: len(KINDS)], kinds[: len(KINDS)], loc="outside upper left",
                   ncols=4, frameon=False, fontsize=10)  # fmt: skip
+    add_caption(figure, own, "Idle: no kernel runs, log lines included.")
     return figure
 
 

@@ -22,17 +22,16 @@ AS_LABELLED = "as labelled"
 # What is no line's own, or makes its colour; all other settings of a run split lines.
 COLOR_FIELDS = ("fsdp", "gpus", "nodes")
 LINE_FIELDS = ("strategy", "batch_size", "grad_accumulation_steps", "sequence_length",
-               "model_dtype", "compute_dtype", "activation_checkpointing", "compiled", "replicas",
+               "model_dtype", "compute_dtype", "activation_checkpointing", "compiled", "launched",
+               "replicas",
                "device", "peak_tflops", "torch_version")  # fmt: skip
 WORDS = {
     "strategy": "strategy {}", "batch_size": "batch {}", "sequence_length": "sequence {}",
     "grad_accumulation_steps": "micro-batches {}", "model_dtype": "{} weights", "device": "{}",
     "compute_dtype": "{} compute", "activation_checkpointing": "checkpointing {}",
     "replicas": "replicas {}", "peak_tflops": "peak {:g} TFLOP/s",
-    "torch_version": "torch {}",
+    "torch_version": "torch {}", "launched": "{}",
 }  # fmt: skip
-# Nothing is said of the way that is chosen by itself.
-LAUNCHED = {"auto": "", "on": "one CUDA graph", "off": "kernels launched one by one"}
 
 
 @dataclass(frozen=True)
@@ -109,13 +108,14 @@ def _baselines(points: pd.DataFrame) -> pd.Series:
 
     def speed(row: Any, own: dict[str, Any]) -> float:
         found = [
-            base.tokens_per_s_median
+            base
             for base, other in bases
             if base.num_parameters == row.num_parameters
             and base.status == "trained"
             and same_settings(own, other)
         ]
-        return found[0] if len(found) == 1 else np.nan
+        found = [base for base in found if not base.launched] or found
+        return found[0].tokens_per_s_median if len(found) == 1 else np.nan
 
     return pd.Series([speed(row, own) for row, own in rows], points.index, dtype=float)
 
@@ -123,9 +123,9 @@ def _baselines(points: pd.DataFrame) -> pd.Series:
 def same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether what both have is the same, as far as it was logged.
 
-    Replicas are FSDP's alone, and how a step is launched is a means: `auto` chooses by the model.
+    Replicas are FSDP's alone, and how kernels are launched is a means.
     """
-    names = one.keys() & other.keys() - {"replicas", "cuda_graph"}
+    names = one.keys() & other.keys() - {"replicas", "launched"}
     return all(one[n] == other[n] or None in (one[n], other[n]) for n in names)
 
 
@@ -196,8 +196,6 @@ def variant_of(own: dict[str, Any], telling: Iterable[str]) -> str:
         value, name = own[field], field.replace("_", " ")
         if value is None:
             words.append(f"{name} not logged")
-        elif field == "cuda_graph":
-            words.append(LAUNCHED.get(value, f"{name} {value}"))
         elif isinstance(value, bool):
             words.append(name if value else f"not {name}")
         else:

@@ -18,7 +18,7 @@ from checkpoint import Checkpoint, find_checkpoints
 from cli import check_flags
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
 from distributed import Sharding, launched_world_size
-from hardware import LAUNCH_BOUND_FLOPS
+from hardware import is_graphed_by_default
 from memory import GIB, Setup, describe, full_speed, largest_batch, predict
 from model import ActivationCheckpointing, ScalingStrategy, TransformerConfig
 from model_config import build_config, count_params, flops_per_token
@@ -79,7 +79,9 @@ class TrainConfig(ModelFlags):
     fused_optimizer: bool = True
     """One fused kernel per group of parameters in AdamW."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
-    """Replay a step as one CUDA graph; `auto`: where launching its kernels is the limit."""
+    """Replay a step as one CUDA graph; `auto`: where launching its kernels is the limit.
+
+    Under FSDP `auto` does so with compiled blocks, one replica and nothing offloaded."""
     deterministic: bool = False
     """Use only kernels that give the same bits on every run."""
     fail_on_nonfinite: bool = True
@@ -205,14 +207,14 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
 
 def is_graphed(config: TrainConfig, inputs: Inputs, device_type: str) -> bool:
-    """Whether a step is one CUDA graph: asked for, or where launching its kernels is the limit.
-
-    Under FSDP only what was run on GPUs is one unasked: compiled blocks, one replica, no offload.
-    """
-    flops = inputs.flops_per_token * config.batch_size * config.sequence_length
-    auto = flops < LAUNCH_BOUND_FLOPS
-    if isinstance(config, FSDPTrainConfig):
-        auto = auto and config.compile and config.replicas == 1 and not config.cpu_offload
+    """Whether a step is one CUDA graph: asked for, or where launching its kernels is the limit."""
+    auto = is_graphed_by_default(
+        inputs.flops_per_token * config.batch_size * config.sequence_length,
+        fsdp=config.fsdp,
+        compiled=config.compile,
+        replicas=getattr(config, "replicas", 1),
+        cpu_offload=getattr(config, "cpu_offload", False),
+    )
     return device_type == "cuda" and {"on": True, "off": False, "auto": auto}[config.cuda_graph]
 
 

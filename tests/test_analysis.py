@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from analysis import CONFIGURATION, facts, find_logs, load_runs, mean_metrics, pool, table
+from analysis import (
+    CONFIGURATION,
+    ONE_BY_ONE,
+    ONE_GRAPH,
+    facts,
+    find_logs,
+    load_runs,
+    mean_metrics,
+    pool,
+    table,
+)
 from breakdown import KINDS
 from model_config import build_config, count_params, flops_per_token
 from run_log import LogWriter, RunLog, StepRecord, format_step, read_run
@@ -174,20 +184,29 @@ def test_facts_and_metrics_of_a_run(write: Write) -> None:
     assert mean_metrics(run, skip_steps=12).tokens_per_s == 450.0
 
 
-def test_auto_is_what_it_was_when_the_log_was_written(write: Write) -> None:
-    # A step of FSDP was never one CUDA graph before logs told whether it is.
-    def launched(factor: int = 2, batch: int = 1, **told: object) -> str:
-        flags = {"cuda_graph": "auto", "scaling_factor": factor, "batch_size": batch}
+def test_launching_is_told_apart_from_what_is_usual_today(write: Write) -> None:
+    def launched(factor: int = 2, flag: Any = "auto", batch: int = 1, **told: Any) -> str:
+        flags = {"cuda_graph": flag, "scaling_factor": factor, "batch_size": batch}
+        flags |= {key: told.pop(key) for key in ("compile", "cpu_offload") if key in told}
         record = RECORD | {"model": asdict(build_config("all", factor, 131_072))} | told
-        name = f"{factor} {batch} {told}.out"
+        name = f"{factor} {flags} {told}.out"
         run = read_run(write([1.0], record | {"config": FLAGS | flags}, name=name))
-        return json.loads(facts(run).other_flags)["cuda_graph"]
+        return facts(run).launched
 
-    assert launched() == "off"
-    assert (
-        launched(cuda_graph=True) == launched(fsdp=False) == launched(device_type="cpu") == "auto"
-    )
-    assert launched(factor=10) == launched(batch=120) == "auto", "as it is today"
+    # A step of FSDP was never one CUDA graph before logs told whether it is.
+    assert launched() == launched(cuda_graph=False) == ONE_BY_ONE
+    assert launched(cuda_graph=True) == launched(flag="on") == launched(fsdp=False) == ""
+    assert launched(factor=10) == launched(factor=10, flag="off") == launched(batch=120) == ""
+    assert launched(factor=10, cuda_graph=True) == launched(factor=10, flag="on") == ONE_GRAPH
+    assert launched(flag="off", fsdp=False) == ONE_BY_ONE
+    assert launched(compile=False) == launched(cpu_offload=True) == launched(replicas=2) == ""
+    assert launched(device_type="cpu") == launched(device_type="cpu", flag="on") == ""
+    odd_ones: list[dict[str, Any]] = [{"flag": "maybe"}, {"flag": []}, {"cuda_graph": "yes"}]
+    for odd in (*odd_ones, {"cuda_graph": [1]}):
+        with pytest.raises(ValueError, match="a record lacks a field, or has a strange one"):
+            launched(**odd)
+    with pytest.raises(ValueError, match="batch_size"):
+        facts(read_run(write([1.0], RECORD | {"config": FLAGS | {"batch_size": "1"}}, name="x")))
 
 
 def test_a_window_that_reaches_into_the_warm_up_is_left_out(write: Write) -> None:

@@ -19,6 +19,7 @@ from matplotlib import pyplot as plt
 import plots
 from analysis import load_runs, table
 from breakdown import KINDS
+from hardware import is_graphed_by_default
 from model_config import build_config, flops_per_token
 from plots import FOUR, LABELS, PlotsConfig, main, results_csv, runs_table
 from run_log import LogWriter, StepRecord, format_step, read_run
@@ -32,7 +33,7 @@ FIGURES = [*UNPROFILED, "breakdown"]
 FLAGS = {
     "scaling_strategy": "all", "scaling_factor": 2, "batch_size": 1, "grad_accumulation_steps": 1,
     "sequence_length": 4096, "model_dtype": "bf16", "activation_checkpointing": "none",
-    "compile": True, "packing": True, "profile": False,
+    "compile": True, "packing": True, "profile": False, "cuda_graph": "auto",
 }  # fmt: skip
 RECORD: dict[str, Any] = {
     "schema": 1, "script": "train.py", "config": FLAGS, "fsdp": False, "commit": "abc",
@@ -57,12 +58,22 @@ def write(tmp_path: Path) -> Write:
         record = copy.deepcopy(RECORD) | changes
         record["config"] |= {"scaling_factor": factor} | (flags or {})
         strategy = record["config"]["scaling_strategy"]
-        record["model"] = asdict(build_config(strategy, factor, 131_072))
+        shape = build_config(strategy, factor, 131_072)
+        record["model"] = asdict(shape)
+        own = record["config"]
+        flops = flops_per_token(shape, own["sequence_length"]) * own["sequence_length"]
+        default = record.get("device_type") != "cpu" and is_graphed_by_default(
+            flops * (own["batch_size"] or 1), fsdp=record["fsdp"], compiled=own["compile"],
+            replicas=record["replicas"], cpu_offload=own.get("cpu_offload", False),
+        )  # fmt: skip
+        asked = {"on": True, "off": False}.get(own["cuda_graph"], default)
+        record.setdefault("cuda_graph", asked)
         log = LogWriter(path)
         log.record("Run", record)
         for number, speed in enumerate(speeds, start=1):
+            seconds = 4096 / speed if speed else None
             log.step(StepRecord(5 * number, 11.0, speed, 99.0, 1.0, 2.0, peak_gib=60.0,
-                                peak_reserved_gib=66.0, step_s=4096 / speed))  # fmt: skip
+                                peak_reserved_gib=66.0, step_s=seconds))  # fmt: skip
             if breakdown and breakdown["first_step"] + breakdown["num_steps"] - 1 <= 5 * number:
                 log.record("Breakdown", breakdown)
                 breakdown = None
