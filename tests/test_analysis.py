@@ -202,7 +202,7 @@ def test_launching_is_told_apart_from_what_is_usual_today(write: Write) -> None:
     assert launched(compile=False) == launched(cpu_offload=True) == launched(replicas=2) == ""
     assert launched(device_type="cpu") == launched(device_type="cpu", flag="on") == ""
     odd_ones: list[dict[str, Any]] = [{"flag": "maybe"}, {"flag": []}, {"cuda_graph": "yes"}]
-    for odd in (*odd_ones, {"cuda_graph": [1]}):
+    for odd in [*odd_ones, {"cuda_graph": [1]}]:
         with pytest.raises(ValueError, match="a record lacks a field, or has a strange one"):
             launched(**odd)
     with pytest.raises(ValueError, match="batch_size"):
