@@ -97,7 +97,8 @@ def error_rows(folder: Path) -> list[list[str]]:
 def best_factors(folder: Path) -> dict[str, Any]:
     """The largest `all` that one device loads and trains, and that simulated ranks train.
 
-    In all of its memory; simulated, with full checkpointing. Empty where one was not searched for.
+    In all of its memory; simulated, with full checkpointing, and with the room that the memory model
+    leaves, also for NCCL. Empty where one was not searched for.
     """
     found: dict[str, dict[int, tuple[int, int]]] = {"load": {}, "train": {}, "simulated": {}}
     device: dict[str, Any] = {}
@@ -110,16 +111,27 @@ def best_factors(folder: Path) -> dict[str, Any]:
             is_full = best["activation_checkpointing"] == "full"
             if best["scaling_strategy"] == "all" and (is_full or kind != "simulated"):
                 gpus, size = best["world_size"], (best["factor"], best["num_parameters"])
+                if best["simulated"]:
+                    size = min(size, _planned(best, record["device_gib"]))
                 found[kind][gpus] = max(size, found[kind].get(gpus, size))
                 device = {name: record[name] for name in ("device", "device_gib")}
     if not all(found.values()):
         return {}
     gpus, sizes = zip(*sorted(found["simulated"].items()), strict=True)
     return {
-        "load": found["load"][1][0], "train": found["train"][1], **device,
+        "load": found["load"][1][0], "load_parameters": found["load"][1][1],
+        "train": found["train"][1], **device,
         "gpus": ", ".join(map(str, gpus)), "factors": ", ".join(str(size[0]) for size in sizes),
         "sizes": ", ".join(f"{size[1] / 1e9:.0f}" for size in sizes),
     }  # fmt: skip
+
+
+def _planned(probe: dict[str, Any], device_gib: float) -> tuple[int, int]:
+    """(factor, parameters) of the largest model that the memory model lets train as a probe did."""
+    config = memory.FitConfig(device_gib, scaling_strategy=probe["scaling_strategy"])
+    like = memory.setup_of(config, probe["world_size"], False, probe["activation_checkpointing"])
+    factor, setup = memory.largest_of(config, like)
+    return factor, count_params(setup.config)
 
 
 def training_errors(folder: Path) -> tuple[list[float], list[float]]:
@@ -166,6 +178,7 @@ def simulated_rows(folder: Path) -> list[list[str]]:
                     str(best["world_size"]), f"`{best['scaling_strategy']}`",
                     best["activation_checkpointing"], str(best["factor"]),
                     f"{best['num_parameters']:,}", *_prediction(best),
+                    str(_planned(best, (run.run or {})["device_gib"])[0]),
                 ]))  # fmt: skip
     return [row for _, _, row in sorted(rows)]
 
@@ -198,10 +211,8 @@ def plot_what_fits(folder: Path, path: Path) -> None:
                       markerfacecolor=fill, zorder=3)  # fmt: skip
     wall = count_params(build_config("all", EARLIER_WALL, memory.MODEL_VOCAB_SIZE))
     axes.axhline(wall, color="firebrick", linewidth=1)
-    reason = (
-        f"the original study (94.5 GiB a GPU) went no further than “all” {EARLIER_WALL}, on any"
-    )
-    reason += "\nnumber of GPUs: it kept all activations, which more GPUs do not divide"
+    reason = f"the original study (94.5 GiB a GPU) went no further than “all” {EARLIER_WALL}, on up"
+    reason += "\nto 16 GPUs: it kept all activations, which more GPUs do not divide"
     axes.annotate(reason, (GPUS[-1], wall), (0, -4), textcoords="offset points", ha="right",
                   va="top", color="firebrick", fontsize=9)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="Largest trainable parameters")
