@@ -3,8 +3,7 @@
 import contextlib
 import gc
 import os
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 import torch
@@ -89,7 +88,9 @@ def train(model: Transformer, job: Job) -> None:
     zero, this_step, first_bad_step = torch.zeros_like(never), never.clone(), never.clone()
     with contextlib.ExitStack() as stack:
         stack.enter_context(attention_order(world.device))
-        stack.enter_context(chosen_collections())
+        # Garbage is collected at chosen steps only, alike on all ranks: who pauses makes all wait.
+        gc.disable()
+        stack.callback(gc.enable)
         loader = stack.enter_context(contextlib.closing(open_loader(job, positions)))
         bar = stack.enter_context(progress_bar(config, world, job.steps_done))
         profiler = stack.enter_context(contextlib.closing(Profiler(job)))
@@ -128,16 +129,6 @@ def train(model: Transformer, job: Job) -> None:
                 gc.freeze()  # what lives until now stays: later collections take no time
     checkpoints.finish()
     finish(model, job)
-
-
-@contextlib.contextmanager
-def chosen_collections() -> Iterator[None]:
-    """Collect garbage at chosen steps only, alike on all ranks: one that pauses makes all wait."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def finish(model: Transformer, job: Job) -> None:
@@ -183,7 +174,7 @@ def open_loader(job: Job, positions: Sequence[Position] | None) -> Generator[Ste
 
 def progress_bar(config: TrainConfig, world: World, first: int) -> tqdm:
     """A bar on a terminal's standard error; none in a job log."""
-    hidden = world.rank != 0 or not sys.stderr.isatty()
+    hidden = world.rank != 0 or None  # None: tqdm looks whether it is a terminal
     return tqdm(
         total=config.training_steps, initial=first, unit="step", disable=hidden, leave=False
     )
