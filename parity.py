@@ -8,7 +8,7 @@ the loss, the grad norm and the final weights. Reads no file and prints nothing.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -222,15 +222,21 @@ def _decimals(run: RunLog) -> int:
 
 
 def _step_gaps(
-    values: np.ndarray, num_fsdp: int, steps: Sequence[int], *, measured: bool, relative: bool,
-    precision: Callable[[float, int], float],
-) -> tuple[Gap, ...]:  # fmt: skip
-    """Gaps of (runs, steps) values, FSDP first; the floor is the running maximum over the steps."""
+    name: str, runs: Sequence[RunLog], num_fsdp: int, precision: Precision
+) -> tuple[Gap, ...]:
+    """Gaps of the loss or the grad norm at the common steps of runs, FSDP first.
+
+    The floor is the running maximum over the steps. No gaps where a log lacks the grad norm.
+    """
+    by_step = [{step.step: getattr(step, name) for step in run.steps} for run in runs]
     gaps, noise = [], 0.0
-    for column, step in zip(values.T, steps, strict=True):
-        ours, theirs = column[:num_fsdp], column[num_fsdp:]
+    for step in sorted(set.intersection(*map(set, by_step))):
+        values = [table[step] for table in by_step]
+        if None in values:
+            return ()
+        ours, theirs = np.array(values[:num_fsdp], float), np.array(values[num_fsdp:], float)
         mean = float(theirs.mean())
-        scale = abs(mean) if relative and mean else 1.0
+        scale = abs(mean) if name != "loss" and mean else 1.0
         # Below 1e-9: the mean of equal numbers can differ from them in the last bit.
         with np.errstate(invalid="ignore"):
             differences = np.abs(ours - mean) / scale
@@ -239,8 +245,8 @@ def _step_gaps(
         farthest = int(differences.argmax())
         floor = 10.0**-LOSS_DECIMALS
         if math.isfinite(mean):
-            noise = max(noise, float(np.ptp(theirs)) / scale if measured else 0.0)
-            floor = max(noise, precision(mean, step))
+            noise = max(noise, float(np.ptp(theirs)) / scale if precision.measured else 0.0)
+            floor = max(noise, getattr(precision, name)(mean, step))
         gap = Gap(f"step {step}", float(ours[farthest]), mean, float(differences[farthest]), floor)
         gaps.append(gap)
     return tuple(gaps)
@@ -319,21 +325,10 @@ def compare(fsdp: Sequence[RunLog], references: Sequence[RunLog]) -> Comparison:
     notes: list[str] = []
     fsdp, references = _without_copies(fsdp, notes), _without_copies(references, notes)
     runs = [*fsdp, *references]
-    by_step = [{step.step: step for step in run.steps} for run in runs]
-    steps = sorted(set.intersection(*(set(table) for table in by_step)))
     precision = precision_of(runs, num_references=len(references))
-
-    def gaps(name: str, single: Callable[[float, int], float]) -> tuple[Gap, ...]:
-        rows = [[getattr(table[step], name) for step in steps] for table in by_step]
-        values = np.array(rows, dtype=float)
-        if any(value is None for row in rows for value in row):
-            return ()
-        return _step_gaps(values, len(fsdp), steps, measured=precision.measured,
-                          relative=name != "loss", precision=single)  # fmt: skip
-
     kinds = {
-        "loss": gaps("loss", precision.loss),
-        "grad norm": gaps("grad_norm", precision.grad_norm),
+        "loss": _step_gaps("loss", runs, len(fsdp), precision),
+        "grad norm": _step_gaps("grad_norm", runs, len(fsdp), precision),
         "final weights": _weight_gaps(runs, len(fsdp), precision),
     }
     unequal = mismatches(runs)
@@ -345,13 +340,14 @@ def compare(fsdp: Sequence[RunLog], references: Sequence[RunLog]) -> Comparison:
         verdict, reason, *kinds.values(), moved_share=moved_share, mismatches=unequal,
         notes=tuple(notes), num_references=len(references), decimals=precision.decimals,
     )  # fmt: skip
-    if found.num_sharp == len(steps):
+    if found.num_sharp == len(found.losses):
         return found
+    where = found.losses[found.num_sharp].where
     note = (
-        f"from step {steps[found.num_sharp]} on the floor is wider than {100 * SHARP_LOSS:g} % "
+        f"from {where} on the floor is wider than {100 * SHARP_LOSS:g} % "
         f"of the loss or {100 * SHARP_NORM:g} % of the grad norm: equal shows little there"
     )
-    return replace(found, notes=(*notes, note))  # fmt: skip
+    return replace(found, notes=(*notes, note))
 
 
 def _notes_on(
