@@ -125,8 +125,9 @@ class LogWriter:
 
     def record(self, kind: str, values: dict[str, Any]) -> None:
         """Write a ``Kind: {json}`` line; numbers that are not finite become strings."""
-        line = f"{kind}: {json.dumps(_finite(values), default=str)}"
-        self.text(line, shown=not sys.stdout.isatty())
+        text = json.dumps(values, default=str)
+        values = json.loads(text, parse_constant=lambda constant: str(float(constant)))
+        self.text(f"{kind}: {json.dumps(values)}", shown=not sys.stdout.isatty())
 
     def close(self) -> None:
         """Close the file, if one was opened."""
@@ -157,17 +158,6 @@ class LogWriter:
                 self._file.write(f"{_CUT}\n")
         self._file.write(line + "\n")
         self._file.flush()
-
-
-def _finite(value: Any) -> Any:
-    """The value with nan and infinities as strings, which JSON can hold."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 @dataclass
