@@ -187,10 +187,11 @@ class RunLog:
         """completed, out_of_memory, preempted or failed; killed: the log has no ``End:``."""
         if self.end is not None:
             return str(self.end.get("status", "failed"))
-        if self.legacy is not None and self.legacy.out_of_memory:
+        told = self.legacy or LegacyFacts()
+        if told.out_of_memory:
             return "out_of_memory"
-        asked = self.legacy.training_steps if self.legacy is not None else None
-        reached = bool(asked and self.steps and self.steps[-1].step >= asked)
+        asked = told.training_steps
+        reached = asked and self.steps and self.steps[-1].step >= asked
         return "completed" if reached else "killed"
 
 
@@ -345,7 +346,6 @@ _LEGACY_PATTERNS = [(name, re.compile(regex), convert) for name, regex, convert 
 
 def _read_legacy(line: str, run: RunLog) -> None:
     facts = run.legacy or LegacyFacts()
-    before = repr(facts)
     for name, pattern, convert in _LEGACY_PATTERNS:
         match = pattern.search(line)
         # The first word counts: a search loads many models, a failing job prints stack traces.
@@ -353,5 +353,5 @@ def _read_legacy(line: str, run: RunLog) -> None:
             setattr(facts, name, convert(match[1]))
     if "OutOfMemoryError" in line or "CUDA out of memory" in line:
         facts.out_of_memory = True
-    if repr(facts) != before:
+    if facts != LegacyFacts():
         run.legacy = facts
