@@ -13,24 +13,15 @@ from attention import attention_order
 from cli import parse_flags, refuse
 from dataset import Position, StepRows, build_loader
 from distributed import World
-from job import Job, Meter, Profiler, running_job
+from job import Job, Meter, Profiler
+from job import running_job as running_job  # for the scripts
 from model import Transformer
 from resume import Checkpoints
 from step import build_step, learning_rate
-from train_config import FSDPTrainConfig, Inputs, TrainConfig, describe_plan, open_inputs
+from train_config import FSDPTrainConfig as FSDPTrainConfig
+from train_config import Inputs, TrainConfig, describe_plan, open_inputs
 from utils import DTYPES, make_deterministic, seed_everything
 from weights import digest_weights, init_weights
-
-__all__ = [
-    "FSDPTrainConfig",
-    "Inputs",
-    "TrainConfig",
-    "build_model",
-    "materialize",
-    "run",
-    "running_job",
-    "train",
-]
 
 STEPS_PER_COLLECTION = 100
 
