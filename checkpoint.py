@@ -10,6 +10,7 @@ pickles, which can run code when they are read. The storage classes here write b
 nothing is ever unpickled from a checkpoint.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -136,18 +137,14 @@ def remove_partial(parent: Path) -> None:
 def keep_newest(parent: Path, keep: int, step: int) -> None:
     """Remove the checkpoints up to ``step`` that are older than the ``keep`` newest whole ones."""
     num_whole = 0
-    for path in list_steps(parent):
-        if int(path.name[5:]) > step:
-            continue
+    for path in (path for path in list_steps(parent) if int(path.name[5:]) <= step):
         if num_whole >= keep:
             os.replace(path, f"{path}{PARTIAL}")  # never half a checkpoint under a whole one's name
             shutil.rmtree(f"{path}{PARTIAL}", ignore_errors=True)
-            continue
-        try:
-            read_checkpoint(path)
-            num_whole += 1
-        except ValueError:
-            pass
+        else:
+            with contextlib.suppress(ValueError):
+                read_checkpoint(path)
+                num_whole += 1
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -304,10 +301,9 @@ def find_checkpoints(
         found = [read_checkpoint(Path(resume))]
     for checkpoint in found:
         theirs = checkpoint.progress.identity
-        names = sorted(theirs.keys() | identity.keys())
         differing = [
             f"{name} ({theirs.get(name)} there, {identity.get(name)} here)"
-            for name in names
+            for name in sorted(theirs.keys() | identity.keys())
             if theirs.get(name) != identity.get(name)
         ]
         if differing:

@@ -229,8 +229,7 @@ def read_runs(path: str | Path) -> list[RunLog]:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"cannot read the log {path}: {error.strerror}") from None
-    if "\x1b" in text:
-        text = _ANSI.sub("", text)
+    text = _ANSI.sub("", text)
     # Behind the last newline stands nothing, or a line that was cut anywhere, even in a number.
     *lines, torn = text.replace("\r", "\n").split("\n")
     reader = _Reader(path)
