@@ -6,7 +6,6 @@ every common step its difference from the references' mean is at most ``FACTOR``
 the loss, the grad norm and the final weights. Reads no file and prints nothing.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -279,9 +278,8 @@ def _weight_gaps(runs: Sequence[RunLog], num_fsdp: int, precision: Precision) ->
     projections_PRK = projections_PRK.astype(float) / math.sqrt(projections_PRK.shape[2])
     ours, theirs = projections_PRK[:, :num_fsdp], projections_PRK[:, num_fsdp:]
     differences = np.square(ours - theirs.mean(1, keepdims=True)).sum(2)
-    pairs = list(itertools.combinations(range(theirs.shape[1]), 2)) if precision.measured else []
-    noise = [np.square(theirs[:, a] - theirs[:, b]).sum(1) for a, b in pairs]
-    noise_PN = np.stack(noise or [np.zeros(len(names))], axis=1)
+    repeats = theirs if precision.measured else theirs[:, :0]
+    noise_PRR = np.square(repeats[:, :, None] - repeats[:, None]).sum(3)  # of each two references
     total = float(np.sqrt(np.square(norms_PR[:, num_fsdp:]).sum(0)).mean()) or 1.0
 
     def gap(where: str, rows: slice, least_floor: float) -> Gap:
@@ -290,7 +288,7 @@ def _weight_gaps(runs: Sequence[RunLog], num_fsdp: int, precision: Precision) ->
         farthest = int(difference.argmax())
         reference = float(norms[num_fsdp:].mean())
         scale = reference or total
-        floor = max(float(np.sqrt(noise_PN[rows].sum(0)).max()) / scale, least_floor)
+        floor = max(float(np.sqrt(noise_PRR[rows].sum(0)).max(initial=0.0)) / scale, least_floor)
         ours = float(norms[farthest])
         return Gap(where, ours, reference, float(difference[farthest]) / scale, floor)
 
