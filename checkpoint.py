@@ -10,9 +10,9 @@ pickles, which can run code when they are read. The storage classes here write b
 nothing is ever unpickled from a checkpoint.
 """
 
+import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -111,8 +111,9 @@ def save(
     Returns its folder. Raises dcp.CheckpointException, on all ranks, when one of them fails.
     """
     file_name = f"rank-{dist.get_rank() if group else 0}.bin"
-    writer = _Writer(parent / f"step-{progress.step:08d}", progress, file_name)
-    dcp.save(tensors, storage_writer=writer, planner=_HostPlanner(on_host), process_group=group)
+    writer = _Writer(parent / f"step-{progress.step:08d}", progress, file_name, on_host)
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
     return writer.folder
 
 
@@ -136,36 +137,27 @@ def remove_partial(parent: Path) -> None:
 def keep_newest(parent: Path, keep: int, step: int) -> None:
     """Remove the checkpoints up to ``step`` that are older than the ``keep`` newest whole ones."""
     num_whole = 0
-    for path in list_steps(parent):
-        if int(path.name[5:]) > step:
-            continue
+    for path in (path for path in list_steps(parent) if int(path.name[5:]) <= step):
         if num_whole >= keep:
             os.replace(path, f"{path}{PARTIAL}")  # never half a checkpoint under a whole one's name
             shutil.rmtree(f"{path}{PARTIAL}", ignore_errors=True)
-            continue
-        try:
-            read_checkpoint(path)
-            num_whole += 1
-        except ValueError:
-            pass
-
-
-class _HostPlanner(dcp.DefaultSavePlanner):
-    """Plans by the sharded tensors, and takes the bytes from their copies on the host."""
-
-    def __init__(self, on_host: dict[str, Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.on_host = on_host
-
-    def resolve_data(self, write_item: dcp.WriteItem) -> Tensor:
-        return self.on_host[write_item.index.fqn]
+        else:
+            with contextlib.suppress(ValueError):
+                read_checkpoint(path)
+                num_whole += 1
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Each rank's shards into a file of its own; the first rank writes the index and renames."""
+    """Each rank's shards, from their copies on the host, into a file of its own.
 
-    def __init__(self, folder: Path, progress: Progress, file_name: str) -> None:
+    The first rank writes the index and renames.
+    """
+
+    def __init__(
+        self, folder: Path, progress: Progress, file_name: str, on_host: dict[str, Tensor]
+    ) -> None:
         self.folder, self.progress, self.file_name = folder, progress, file_name
+        self.on_host = on_host
         self.partial = folder.with_name(folder.name + PARTIAL)
         super().__init__(self.partial)  # which makes this folder
 
@@ -175,12 +167,12 @@ class _Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         name = self.file_name
-        sizes = [_num_bytes(item) for item in plan.items]
-        starts = itertools.accumulate(sizes, initial=0)
+        tensors = [self.on_host[item.index.fqn] for item in plan.items]
+        starts = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=0)
 
-        def write(item: dcp.WriteItem, start: int) -> WriteResult:
-            data = _bytes_of(planner.resolve_data(item))
-            assert data.nbytes == _num_bytes(item)
+        def write(item: dcp.WriteItem, tensor: Tensor, start: int) -> WriteResult:
+            assert item.tensor_data is not None and item.tensor_data.chunk.sizes == tensor.shape
+            data = _bytes_of(tensor)
             with open(self.partial / name, "r+b") as file:
                 file.seek(start)
                 file.write(data)
@@ -188,7 +180,7 @@ class _Writer(dcp.FileSystemWriter):
             return WriteResult(item.index, data.nbytes, place)
 
         with open(self.partial / name, "wb") as file, ThreadPoolExecutor(NUM_THREADS) as threads:
-            results = list(threads.map(write, plan.items, starts))
+            results = list(threads.map(write, plan.items, tensors, starts))
             os.fsync(file.fileno())
         return _done(results)
 
@@ -214,17 +206,16 @@ class _Writer(dcp.FileSystemWriter):
         self._commit({"progress": asdict(self.progress), "files": files, "tensors": tensors})
 
     def _commit(self, content: dict[str, Any]) -> None:
-        with open(self.partial / INDEX_NAME, "w") as file:
-            json.dump({"crc32": _checksum_of(content), "content": content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(self.partial)
+        index = self.partial / INDEX_NAME
+        index.write_text(json.dumps({"crc32": _checksum_of(content), "content": content}))
+        _sync(index)
+        _sync(self.partial)
         if self.folder.exists():  # a damaged one, which the run did not go on from
             discarded = self.folder.with_name(f"{self.folder.name}.old{PARTIAL}")
             shutil.rmtree(discarded, ignore_errors=True)
             os.replace(self.folder, discarded)
         os.replace(self.partial, self.folder)
-        _sync_folder(self.folder.parent)
+        _sync(self.folder.parent)
         remove_partial(self.folder.parent)
 
 
@@ -271,12 +262,6 @@ class _Reader(dcp.FileSystemReader):
         return shard
 
 
-def _num_bytes(item: dcp.WriteItem) -> int:
-    assert item.tensor_data is not None
-    shape, dtype = item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
-    return math.prod(shape) * dtype.itemsize
-
-
 def _bytes_of(tensor: Any) -> memoryview:
     """The bytes of a tensor on the host, not a copy of them."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -288,8 +273,9 @@ def _done(result: Any) -> Future[Any]:
     return future
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Wait until a file, or the list of what is in a folder, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -315,10 +301,9 @@ def find_checkpoints(
         found = [read_checkpoint(Path(resume))]
     for checkpoint in found:
         theirs = checkpoint.progress.identity
-        names = sorted(theirs.keys() | identity.keys())
         differing = [
             f"{name} ({theirs.get(name)} there, {identity.get(name)} here)"
-            for name in names
+            for name in sorted(theirs.keys() | identity.keys())
             if theirs.get(name) != identity.get(name)
         ]
         if differing:

@@ -233,10 +233,9 @@ def _read_footer(file: Path, digest: Any) -> tuple[pq.FileMetaData, bool]:
     try:
         with open(file, "rb") as stream:
             metadata = pq.read_metadata(stream)
-            size = stream.seek(-8, os.SEEK_END) + 8
-            num_footer_bytes = int.from_bytes(stream.read(4), "little")
-            stream.seek(-8 - num_footer_bytes, os.SEEK_END)
-            footer = stream.read(num_footer_bytes)
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(size - 8 - metadata.serialized_size)
+            footer = stream.read(metadata.serialized_size)
         schema = metadata.schema.to_arrow_schema()
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{file} is no readable parquet file: {_one_line(error)}") from error

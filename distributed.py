@@ -176,15 +176,8 @@ def _connect(rank: int, size: int) -> dist.Store:
                 "WORLD_SIZE is set, but MASTER_ADDR is not: start the ranks by torchrun"
             )
         return dist.HashStore()
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        size,
-        is_master=rank == 0 and not agent_serves,
-        timeout=timedelta(seconds=300),
-        multi_tenant=True,
-    )
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=300)))
+    return store
 
 
 @dataclass(frozen=True)
@@ -250,7 +243,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
         self._store_lost_at: float | None = None
         self._lock = threading.Lock()
-        self._ended = False
+        self._ended = threading.Event()
         self._terminated_at: float | None = None
         self._last_beat = time.monotonic()
         self._allow_s = SLOW_PHASE_S
@@ -287,7 +280,7 @@ class Watch:
     def close(self) -> None:
         """The job ended well: no later silence or signal is a failure."""
         with self._lock:
-            self._ended = True
+            self._ended.set()
         # An interpreter that ends while a thread is inside the store's C++ code aborts.
         self._thread.join()
         signal.set_wakeup_fd(-1)
@@ -308,10 +301,9 @@ class Watch:
         return None
 
     def _run(self) -> None:
-        while not self._ended:
-            time.sleep(POLL_S)
+        while not self._ended.wait(POLL_S):
             failure = self._posted() or self._stuck()
-            if failure is not None and not self._ended:
+            if failure is not None and not self._ended.is_set():
                 self._finish(failure)
 
     def _stuck(self) -> Failure | None:
@@ -341,9 +333,9 @@ class Watch:
 
     def _finish(self, failure: Failure) -> None:
         with self._lock:
-            if self._ended:  # the other thread wrote, and is leaving the process
+            if self._ended.is_set():  # the other thread wrote, and is leaving the process
                 return
-            self._ended = True
+            self._ended.set()
             if self._world.rank == 0:
                 with contextlib.suppress(OSError):  # a full disk must not keep us from leaving
                     self._write_end(failure)

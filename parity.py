@@ -6,9 +6,8 @@ every common step its difference from the references' mean is at most ``FACTOR``
 the loss, the grad norm and the final weights. Reads no file and prints nothing.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -222,15 +221,21 @@ def _decimals(run: RunLog) -> int:
 
 
 def _step_gaps(
-    values: np.ndarray, num_fsdp: int, steps: Sequence[int], *, measured: bool, relative: bool,
-    precision: Callable[[float, int], float],
-) -> tuple[Gap, ...]:  # fmt: skip
-    """Gaps of (runs, steps) values, FSDP first; the floor is the running maximum over the steps."""
+    name: str, runs: Sequence[RunLog], num_fsdp: int, precision: Precision
+) -> tuple[Gap, ...]:
+    """Gaps of the loss or the grad norm at the common steps of runs, FSDP first.
+
+    The floor is the running maximum over the steps. No gaps where a log lacks the grad norm.
+    """
+    by_step = [{step.step: getattr(step, name) for step in run.steps} for run in runs]
     gaps, noise = [], 0.0
-    for column, step in zip(values.T, steps, strict=True):
-        ours, theirs = column[:num_fsdp], column[num_fsdp:]
+    for step in sorted(set.intersection(*map(set, by_step))):
+        values = [table[step] for table in by_step]
+        if None in values:
+            return ()
+        ours, theirs = np.array(values[:num_fsdp], float), np.array(values[num_fsdp:], float)
         mean = float(theirs.mean())
-        scale = abs(mean) if relative and mean else 1.0
+        scale = abs(mean) if name != "loss" and mean else 1.0
         # Below 1e-9: the mean of equal numbers can differ from them in the last bit.
         with np.errstate(invalid="ignore"):
             differences = np.abs(ours - mean) / scale
@@ -239,8 +244,8 @@ def _step_gaps(
         farthest = int(differences.argmax())
         floor = 10.0**-LOSS_DECIMALS
         if math.isfinite(mean):
-            noise = max(noise, float(np.ptp(theirs)) / scale if measured else 0.0)
-            floor = max(noise, precision(mean, step))
+            noise = max(noise, float(np.ptp(theirs)) / scale if precision.measured else 0.0)
+            floor = max(noise, getattr(precision, name)(mean, step))
         gap = Gap(f"step {step}", float(ours[farthest]), mean, float(differences[farthest]), floor)
         gaps.append(gap)
     return tuple(gaps)
@@ -273,9 +278,8 @@ def _weight_gaps(runs: Sequence[RunLog], num_fsdp: int, precision: Precision) ->
     projections_PRK = projections_PRK.astype(float) / math.sqrt(projections_PRK.shape[2])
     ours, theirs = projections_PRK[:, :num_fsdp], projections_PRK[:, num_fsdp:]
     differences = np.square(ours - theirs.mean(1, keepdims=True)).sum(2)
-    pairs = list(itertools.combinations(range(theirs.shape[1]), 2)) if precision.measured else []
-    noise = [np.square(theirs[:, a] - theirs[:, b]).sum(1) for a, b in pairs]
-    noise_PN = np.stack(noise or [np.zeros(len(names))], axis=1)
+    repeats = theirs if precision.measured else theirs[:, :0]
+    noise_PRR = np.square(repeats[:, :, None] - repeats[:, None]).sum(3)  # of each two references
     total = float(np.sqrt(np.square(norms_PR[:, num_fsdp:]).sum(0)).mean()) or 1.0
 
     def gap(where: str, rows: slice, least_floor: float) -> Gap:
@@ -284,7 +288,7 @@ def _weight_gaps(runs: Sequence[RunLog], num_fsdp: int, precision: Precision) ->
         farthest = int(difference.argmax())
         reference = float(norms[num_fsdp:].mean())
         scale = reference or total
-        floor = max(float(np.sqrt(noise_PN[rows].sum(0)).max()) / scale, least_floor)
+        floor = max(float(np.sqrt(noise_PRR[rows].sum(0)).max(initial=0.0)) / scale, least_floor)
         ours = float(norms[farthest])
         return Gap(where, ours, reference, float(difference[farthest]) / scale, floor)
 
@@ -319,21 +323,10 @@ def compare(fsdp: Sequence[RunLog], references: Sequence[RunLog]) -> Comparison:
     notes: list[str] = []
     fsdp, references = _without_copies(fsdp, notes), _without_copies(references, notes)
     runs = [*fsdp, *references]
-    by_step = [{step.step: step for step in run.steps} for run in runs]
-    steps = sorted(set.intersection(*(set(table) for table in by_step)))
     precision = precision_of(runs, num_references=len(references))
-
-    def gaps(name: str, single: Callable[[float, int], float]) -> tuple[Gap, ...]:
-        rows = [[getattr(table[step], name) for step in steps] for table in by_step]
-        values = np.array(rows, dtype=float)
-        if any(value is None for row in rows for value in row):
-            return ()
-        return _step_gaps(values, len(fsdp), steps, measured=precision.measured,
-                          relative=name != "loss", precision=single)  # fmt: skip
-
     kinds = {
-        "loss": gaps("loss", precision.loss),
-        "grad norm": gaps("grad_norm", precision.grad_norm),
+        "loss": _step_gaps("loss", runs, len(fsdp), precision),
+        "grad norm": _step_gaps("grad_norm", runs, len(fsdp), precision),
         "final weights": _weight_gaps(runs, len(fsdp), precision),
     }
     unequal = mismatches(runs)
@@ -345,13 +338,14 @@ def compare(fsdp: Sequence[RunLog], references: Sequence[RunLog]) -> Comparison:
         verdict, reason, *kinds.values(), moved_share=moved_share, mismatches=unequal,
         notes=tuple(notes), num_references=len(references), decimals=precision.decimals,
     )  # fmt: skip
-    if found.num_sharp == len(steps):
+    if found.num_sharp == len(found.losses):
         return found
+    where = found.losses[found.num_sharp].where
     note = (
-        f"from step {steps[found.num_sharp]} on the floor is wider than {100 * SHARP_LOSS:g} % "
+        f"from {where} on the floor is wider than {100 * SHARP_LOSS:g} % "
         f"of the loss or {100 * SHARP_NORM:g} % of the grad norm: equal shows little there"
     )
-    return replace(found, notes=(*notes, note))  # fmt: skip
+    return replace(found, notes=(*notes, note))
 
 
 def _notes_on(

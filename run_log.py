@@ -125,8 +125,9 @@ class LogWriter:
 
     def record(self, kind: str, values: dict[str, Any]) -> None:
         """Write a ``Kind: {json}`` line; numbers that are not finite become strings."""
-        line = f"{kind}: {json.dumps(_finite(values), default=str)}"
-        self.text(line, shown=not sys.stdout.isatty())
+        text = json.dumps(values, default=str)
+        values = json.loads(text, parse_constant=lambda constant: str(float(constant)))
+        self.text(f"{kind}: {json.dumps(values)}", shown=not sys.stdout.isatty())
 
     def close(self) -> None:
         """Close the file, if one was opened."""
@@ -159,17 +160,6 @@ class LogWriter:
         self._file.flush()
 
 
-def _finite(value: Any) -> Any:
-    """The value with nan and infinities as strings, which JSON can hold."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
 @dataclass
 class RunLog:
     """One run as its log tells it; steps in order, the last of a step that stands twice."""
@@ -197,10 +187,11 @@ class RunLog:
         """completed, out_of_memory, preempted or failed; killed: the log has no ``End:``."""
         if self.end is not None:
             return str(self.end.get("status", "failed"))
-        if self.legacy is not None and self.legacy.out_of_memory:
+        told = self.legacy or LegacyFacts()
+        if told.out_of_memory:
             return "out_of_memory"
-        asked = self.legacy.training_steps if self.legacy is not None else None
-        reached = bool(asked and self.steps and self.steps[-1].step >= asked)
+        asked = told.training_steps
+        reached = asked and self.steps and self.steps[-1].step >= asked
         return "completed" if reached else "killed"
 
 
@@ -238,8 +229,7 @@ def read_runs(path: str | Path) -> list[RunLog]:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"cannot read the log {path}: {error.strerror}") from None
-    if "\x1b" in text:
-        text = _ANSI.sub("", text)
+    text = _ANSI.sub("", text)
     # Behind the last newline stands nothing, or a line that was cut anywhere, even in a number.
     *lines, torn = text.replace("\r", "\n").split("\n")
     reader = _Reader(path)
@@ -355,7 +345,6 @@ _LEGACY_PATTERNS = [(name, re.compile(regex), convert) for name, regex, convert 
 
 def _read_legacy(line: str, run: RunLog) -> None:
     facts = run.legacy or LegacyFacts()
-    before = repr(facts)
     for name, pattern, convert in _LEGACY_PATTERNS:
         match = pattern.search(line)
         # The first word counts: a search loads many models, a failing job prints stack traces.
@@ -363,5 +352,5 @@ def _read_legacy(line: str, run: RunLog) -> None:
             setattr(facts, name, convert(match[1]))
     if "OutOfMemoryError" in line or "CUDA out of memory" in line:
         facts.out_of_memory = True
-    if repr(facts) != before:
+    if facts != LegacyFacts():
         run.legacy = facts

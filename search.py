@@ -118,7 +118,8 @@ class Search:
             raise ValueError("a search runs on one rank: start it without torchrun")
         self.config, self.world_size = config, world_size
         self.started = time.perf_counter()
-        self.limit_bytes: int | None = None
+        limit_gib = config.memory_limit_gib
+        self.limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
         lowest = replace(self.probe(config.low).config(), log_file=config.log_file)
         self.inputs: Inputs = open_inputs(lowest)
         self.shape(config.high)  # raises ValueError where it cannot be built
@@ -126,8 +127,6 @@ class Search:
         # Of a CPU's bound the interpreter and its libraries take their part.
         on_gpu = self.device.kind == "cuda"
         self.base_bytes = 0 if on_gpu else process_bytes("VmRSS")
-        if config.memory_limit_gib is not None:
-            self.limit_bytes = int(config.memory_limit_gib * GIB)
         if not on_gpu:
             self.limit_bytes = self.bound
         self.log = LogWriter(config.log_file)
@@ -200,7 +199,7 @@ class Search:
         return free if limit is None else min(free, limit)
 
     def guess(self) -> int:
-        """Largest factor that should fit."""
+        """Largest factor up to the highest that should fit."""
 
         def fits(factor: int) -> bool:
             return self.needed(self.predicted(factor)) <= self.bound
@@ -254,7 +253,7 @@ class Search:
 
     def plan(self) -> str:
         """The prediction and its memory by kind, as text."""
-        factor = min(self.guess(), self.config.high)
+        factor = self.guess()
         shown = max(factor, self.config.low)
         rows = {
             f"bound on {self.device.name} (GiB)": f"{self.bound / GIB:.2f}",

@@ -3,8 +3,7 @@
 import contextlib
 import gc
 import os
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 import torch
@@ -14,24 +13,15 @@ from attention import attention_order
 from cli import parse_flags, refuse
 from dataset import Position, StepRows, build_loader
 from distributed import World
-from job import Job, Meter, Profiler, running_job
+from job import Job, Meter, Profiler
+from job import running_job as running_job  # for the scripts
 from model import Transformer
 from resume import Checkpoints
 from step import build_step, learning_rate
-from train_config import FSDPTrainConfig, Inputs, TrainConfig, describe_plan, open_inputs
+from train_config import FSDPTrainConfig as FSDPTrainConfig
+from train_config import Inputs, TrainConfig, describe_plan, open_inputs
 from utils import DTYPES, make_deterministic, seed_everything
 from weights import digest_weights, init_weights
-
-__all__ = [
-    "FSDPTrainConfig",
-    "Inputs",
-    "TrainConfig",
-    "build_model",
-    "materialize",
-    "run",
-    "running_job",
-    "train",
-]
 
 STEPS_PER_COLLECTION = 100
 
@@ -89,7 +79,9 @@ def train(model: Transformer, job: Job) -> None:
     zero, this_step, first_bad_step = torch.zeros_like(never), never.clone(), never.clone()
     with contextlib.ExitStack() as stack:
         stack.enter_context(attention_order(world.device))
-        stack.enter_context(chosen_collections())
+        # Garbage is collected at chosen steps only, alike on all ranks: who pauses makes all wait.
+        gc.disable()
+        stack.callback(gc.enable)
         loader = stack.enter_context(contextlib.closing(open_loader(job, positions)))
         bar = stack.enter_context(progress_bar(config, world, job.steps_done))
         profiler = stack.enter_context(contextlib.closing(Profiler(job)))
@@ -128,16 +120,6 @@ def train(model: Transformer, job: Job) -> None:
                 gc.freeze()  # what lives until now stays: later collections take no time
     checkpoints.finish()
     finish(model, job)
-
-
-@contextlib.contextmanager
-def chosen_collections() -> Iterator[None]:
-    """Collect garbage at chosen steps only, alike on all ranks: one that pauses makes all wait."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def finish(model: Transformer, job: Job) -> None:
@@ -183,7 +165,7 @@ def open_loader(job: Job, positions: Sequence[Position] | None) -> Generator[Ste
 
 def progress_bar(config: TrainConfig, world: World, first: int) -> tqdm:
     """A bar on a terminal's standard error; none in a job log."""
-    hidden = world.rank != 0 or not sys.stderr.isatty()
+    hidden = world.rank != 0 or None  # None: tqdm looks whether it is a terminal
     return tqdm(
         total=config.training_steps, initial=first, unit="step", disable=hidden, leave=False
     )

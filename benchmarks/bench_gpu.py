@@ -122,8 +122,7 @@ def main(config: BenchConfig) -> None:
     if not ceiling_file.exists():
         ceiling_file.write_text(json.dumps(measure_ceiling() | {"method": METHOD_VERSION}) + "\n")
         torch.cuda.empty_cache()
-    names = [f"{strategy}_{factor}_batch_{batch}" for strategy, factor, batch, _ in SHAPES]
-    makers = {n: partial(train_shape, *shape) for n, shape in zip(names, SHAPES, strict=True)}
+    makers = {"{}_{}_batch_{}".format(*shape): partial(train_shape, *shape) for shape in SHAPES}
     make_logs(makers, folder, max_minutes=config.max_minutes)
     print(write_results(folder))
 

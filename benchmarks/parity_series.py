@@ -18,21 +18,22 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from cli import parse_flags, refuse  # noqa: E402
+from cli import check_flags, parse_flags, refuse  # noqa: E402
 from figures import parity_comparisons, parity_table  # noqa: E402
 from processes import lock_folder, tied  # noqa: E402
 from run_log import RunLog, read_runs  # noqa: E402
 
 # Micro-batches × rows of the references: they differ in the order of the sums alone.
 REFERENCES = ((8, 1), (4, 2), (2, 4))
-POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ class SeriesConfig:
     """How many runs at once: their results count, not their speed."""
 
     def __post_init__(self) -> None:
-        if self.jobs < 1:
-            raise ValueError(f"--jobs must be at least 1, not {self.jobs}")
+        check_flags(self, "jobs", "be at least 1", lambda jobs: jobs >= 1)
 
 
 @dataclass(frozen=True)
@@ -136,20 +136,22 @@ SERIES = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """A run on its way to its log; of its commands, each starts when the one before is done."""
 
     log: Path
     commands: list[list[str]]
-    process: subprocess.Popen[bytes] = field(init=False)
-    started: float = field(init=False)
 
-    def __post_init__(self) -> None:
-        # Until the last command is done; a log that is cut short is no evidence.
-        self.unfinished_log = self.log.with_suffix(".unfinished")
-        self.saved = self.log.with_suffix(".saved")  # checkpoints
-        self.num_commands = len(self.commands)
+    @property
+    def unfinished_log(self) -> Path:
+        """Its log until the last command is done; one that is cut short is no evidence."""
+        return self.log.with_suffix(".unfinished")
+
+    @property
+    def saved(self) -> Path:
+        """Folder of its checkpoints."""
+        return self.log.with_suffix(".saved")
 
     @property
     def is_complete(self) -> bool:
@@ -157,46 +159,25 @@ class Run:
         for log in (self.log, self.unfinished_log):
             if log.exists() and not log.is_file():
                 raise ValueError(f"{log} is not a regular file; move it away")
-        return is_whole(self.log, self.num_commands)
+        return is_whole(self.log, len(self.commands))
 
-    def start(self) -> None:
-        """Start from the beginning."""
-        self.started = time.monotonic()
+    def make(self, call: Callable[[list[str]], int]) -> str:
+        """Begin anew and call each command, which gives its status; how it went, in words."""
         shutil.rmtree(self.saved, ignore_errors=True)
         for log in (self.log, self.unfinished_log):
             log.unlink(missing_ok=True)
-        self._start_next()
-
-    def _start_next(self) -> None:
-        words = [*self.commands.pop(0), "--log-file", _seen_from_root(self.unfinished_log)]
-        # In a session of its own: Ctrl-C on the terminal reaches it once, through us.
-        self.process = subprocess.Popen(tied(words), cwd=REPOSITORY, stdout=subprocess.DEVNULL,
-                                        env=log_environment(), start_new_session=True)  # fmt: skip
-
-    def goes_on(self) -> bool:
-        """Whether it is not over; starts its next command where one is due."""
-        status = self.process.poll()
-        if status is None:
-            return True
-        num_attempts = self.num_commands - len(self.commands)
-        whole = status == 0 and is_whole(self.unfinished_log, num_attempts)
-        if whole and self.commands:
-            self._start_next()
-            return True
-        self.close()
-        how = "done"
-        if whole:
+        log_flag = ["--log-file", os.path.relpath(self.unfinished_log, REPOSITORY)]
+        try:
+            for num_attempts, command in enumerate(self.commands, start=1):
+                if status := call([*command, *log_flag]):
+                    return f"failed with status {status} (see {self.unfinished_log})"
+                # A log that is cut by a full disk fails no training.
+                if not is_whole(self.unfinished_log, num_attempts):
+                    return f"its log is not that of a whole run (see {self.unfinished_log})"
             self.unfinished_log.rename(self.log)
-        else:  # one that is cut by a full disk fails no training
-            how = f"failed with status {status}" if status else "its log is not that of a whole run"
-            how += f" (see {self.unfinished_log})"
-        print(f"{self.log.name}: {how}, {time.monotonic() - self.started:.0f} s", file=sys.stderr)
-        return False
-
-    def close(self) -> None:
-        """Wait until it has ended, and remove its checkpoints."""
-        self.process.wait()
-        shutil.rmtree(self.saved, ignore_errors=True)
+            return "done"
+        finally:
+            shutil.rmtree(self.saved, ignore_errors=True)
 
 
 def is_whole(log: Path, num_attempts: int) -> bool:
@@ -224,13 +205,9 @@ def runs_of(group: Group, folder: Path) -> list[Run]:
     for name in group.ways:
         run = Run(log_of(f"fsdp {name}"), [sharded(*part) for part in WAYS[name]])
         for command in run.commands if len(run.commands) > 1 else ():
-            command += ["--checkpoint-dir", _seen_from_root(run.saved), "--keep", "1"]
+            command += ["--checkpoint-dir", os.path.relpath(run.saved, REPOSITORY), "--keep", "1"]
         runs.append(run)
     return runs
-
-
-def _seen_from_root(path: Path) -> str:
-    return os.path.relpath(path, REPOSITORY)
 
 
 def log_environment() -> dict[str, str]:
@@ -238,32 +215,45 @@ def log_environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def run_all(waiting: list[Run], *, num_jobs: int, deadline: float) -> None:
+def run_all(runs: Sequence[Run], *, num_jobs: int, deadline: float) -> None:
     """Run them, several at once, and none from the deadline (of the monotonic clock) on.
 
     A run that fails leaves the others alone. SIGTERM, Ctrl-C and, unless nohup has it ignored, the
     end of the terminal end all that run, and us.
     """
     signals: list[int] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def stop(number: int, frame: object) -> None:
+        signals.append(number)
+        if len(signals) == 1:  # asked again, torchrun would leave its ranks behind
+            for process in started:
+                process.terminate()
+
+    def call(words: list[str]) -> int:
+        # In a session of its own: Ctrl-C on the terminal reaches it once, through us.
+        process = subprocess.Popen(tied(words), cwd=REPOSITORY, stdout=subprocess.DEVNULL,
+                                   env=log_environment(), start_new_session=True)  # fmt: skip
+        started.append(process)
+        if signals:  # the last of them may have come before it was in the list
+            process.terminate()
+        return process.wait()
+
+    def make(run: Run) -> None:
+        begin = time.monotonic()
+        if signals or begin >= deadline:
+            return
+        how = run.make(call)
+        if not signals:
+            print(f"{run.log.name}: {how}, {time.monotonic() - begin:.0f} s", file=sys.stderr)
+
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     for number in numbers:
-        signal.signal(number, lambda number, frame: signals.append(number))
-    running: list[Run] = []
-    try:
-        while not signals and (running or (waiting and time.monotonic() < deadline)):
-            while waiting and len(running) < num_jobs and time.monotonic() < deadline:
-                run = waiting.pop(0)
-                run.start()
-                running.append(run)
-            time.sleep(POLL_S)
-            running = [run for run in running if run.goes_on()]
-    finally:
-        for run in running:
-            run.process.terminate()
-        for run in running:
-            run.close()
+        signal.signal(number, stop)
+    with ThreadPoolExecutor(num_jobs) as threads:
+        list(threads.map(make, runs))
     if signals:
         sys.exit(128 + signals[0])
 
