@@ -97,8 +97,8 @@ def error_rows(folder: Path) -> list[list[str]]:
 def best_factors(folder: Path) -> dict[str, Any]:
     """The largest `all` that one device loads and trains, and that simulated ranks train.
 
-    In all of its memory; simulated, with full checkpointing, and with the room that the memory model
-    leaves, also for NCCL. Empty where one was not searched for.
+    In all of its memory; simulated, with full checkpointing, and with the room that the memory
+    model leaves, also for NCCL. Empty where one was not searched for.
     """
     found: dict[str, dict[int, tuple[int, int]]] = {"load": {}, "train": {}, "simulated": {}}
     device: dict[str, Any] = {}
