@@ -138,6 +138,9 @@ def describe_metrics(fsdp: Runs, references: Runs, comparison: parity.Comparison
                 )
     if not common:
         yield f"no common step after step {warm_up} (warm-up)"
+    sizes = {run.run["config"].get("batch_size") for run in (*fsdp, *references) if run.run}
+    if len(sizes) > 1:
+        yield "note: micro-batches differ, so this is not what FSDP costs (plots.py tells that)"
 
 
 def _mean_metrics(runs: Runs, steps: set[int]) -> dict[str, float | None]:
