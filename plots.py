@@ -400,7 +400,8 @@ def draw_breakdown(runs: Sequence[RunLog]) -> plt.Figure:
         step_s = study.quiet_step_s(run)
         shares, left = shares_of_step(run.breakdowns[-1], step_s), 0.0
         for (kind, share), color in zip(shares.items(), colors, strict=True):
-            axes.barh(place, 100 * share, 0.72, 100 * left, color=color, label=kind)
+            axes.barh(place, 100 * share, 0.72, 100 * left, color=color,
+                      label=kind if share else "_")  # fmt: skip
             if share > 0.035:
                 ink = "black" if kind in ("copies", IDLE) else "white"
                 axes.text(100 * (left + share / 2), place, f"{100 * share:.0f}", color=ink,
@@ -417,8 +418,9 @@ def draw_breakdown(runs: Sequence[RunLog]) -> plt.Figure:
     axes.set_yticklabels(labels)
     axes.invert_yaxis()
     axes.grid(visible=False)
-    handles, kinds = axes.get_legend_handles_labels()
-    figure.legend(handles[: len(KINDS)], kinds[: len(KINDS)], loc="outside upper left",
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    shown = [kind for kind in KINDS if kind in handles]
+    figure.legend([handles[kind] for kind in shown], shown, loc="outside upper left",
                   ncols=4, frameon=False, fontsize=10)  # fmt: skip
     add_caption(figure, own, "Idle: no kernel runs, log lines included.")
     return figure

@@ -355,6 +355,8 @@ def test_breakdown_is_of_a_step_without_the_profiler(write: Write) -> None:
     assert texts[:3] == ["33", "33", "33"]  # attention, matmuls, idle
     assert texts[3].endswith("1,234 kernels") and texts[3].startswith("MFU 0 %")
     assert axes.get_yticklabels()[0].get_text() == "all 2, 1 GPU, no FSDP"
+    [legend] = figure.legends
+    assert [t.get_text() for t in legend.get_texts()] == ["attention", "matmuls", "idle"]
 
 
 def test_figures_of_a_study(write: Write, tmp_path: Path) -> None:
