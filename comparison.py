@@ -26,7 +26,6 @@ SAME = {"grad_accumulation_steps": 1, "sequence_length": 4096,
 # The profiles that are compared with each other.
 ALONE = {"batch_size": 1, "fsdp": False, "gpus": 1, "launched": "", "compiled": True}
 RATED = ("matmuls", "attention")
-NO_SEVERAL = " Several GPUs are not measured yet."
 FIGURES = "plots/published/h200"
 GIB = 2**30
 PUBLISHED_MFU_LOG = "loss_ablation_fsdp/lsai-454149.out"
@@ -309,7 +308,7 @@ def cost_summary(published: Path) -> dict[str, Any]:
         return {}
     (low, least), (high, most) = (of(shares, key=lambda pair: pair[0]) for of in (min, max))
     pairs = [(row, base) for row, base in several_pairs(published) if base]
-    several = "" if any(row.gpus > 1 for row in points) else NO_SEVERAL
+    several = "" if any(row.gpus > 1 for row in points) else " Several GPUs are not measured yet."
     if pairs:
         row, base = max(pairs, key=lambda pair: pair[0].speed / pair[1].speed)
         several = " " + told("answers: several", row=row, share=100 * row.speed / base.speed)

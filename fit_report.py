@@ -202,7 +202,7 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     searches = (run for run in runs if not _is_single(run))
     tried = [best for run in searches if (best := best_probe(run)) and best["mode"] == "train"]
     tried = [best for best in tried if best["scaling_strategy"] == "all"]
-    for simulated, label in ((False, "tried"), (True, "tried, ranks simulated")):
+    for simulated, label in ((False, "tried"), (True, "tried, ranks simulated (no NCCL)")):
         points = {(best["world_size"], best["num_parameters"]) for best in tried
                   if best["simulated"] == simulated}  # fmt: skip
         if points:
@@ -216,10 +216,8 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     axes.annotate(reason, (GPUS[-1], wall), (0, -4), textcoords="offset points", ha="right",
                   va="top", color="firebrick", fontsize=9)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="Largest trainable parameters")
+    axes.set_title("The largest “all” that trains (bf16, AdamW, a row of 4096 tokens a GPU)")
     axes.set_xticks(GPUS, [str(gpus) for gpus in GPUS], minor=False)
-    axes.set_title(
-        "The largest “all” model that trains (bf16, AdamW, one row of 4096 tokens a GPU)"
-    )
     axes.legend(title=f"{device_gib:.0f} GiB a GPU; lines predicted")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
