@@ -87,7 +87,7 @@ def test_sizes_stand_side_by_side(write: Write, tmp_path: Path) -> None:
         "offloaded, 80 %",
         "its peak differs by +0.0 to +0.0 GiB",
         "reserves up to 6.0 GiB more than is allocated at once",
-        "22 to 28 % of whose positions are training tokens",
+        "of whose positions 22 to 28 % are training tokens",
         "NVIDIA H200, torch 2.11, against",
     ):
         assert words in text, words
