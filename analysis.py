@@ -208,7 +208,8 @@ def _averaged_steps(run: RunLog, skip_steps: int) -> list[StepRecord]:
     def attempt(record: dict[str, Any]) -> tuple[int, list[Any]]:
         flags = record.get("config") or {}
         shape = [flags.get(name) for name in ("batch_size", "grad_accumulation_steps", "replicas")]
-        return record.get("resumed_from_step") or 0, [record.get("world_size"), *shape]
+        same = [record.get("world_size"), record.get("cuda_graph"), *shape]
+        return record.get("resumed_from_step") or 0, same
 
     attempts = [attempt(record) for record in run.runs] or [(0, [])]
     whole, partly, before = [], [], 0
@@ -226,8 +227,8 @@ def mean_metrics(run: RunLog, *, skip_steps: int | None = None) -> Metrics:
     """Means over the logged steps after ``skip_steps`` (default: 10; of older logs 1).
 
     Of a resumed run each attempt has its warm-up, and attempts on other ranks or micro-batches than
-    the first are left out. So is a line that reaches back into the warm-up (it tells of the steps
-    since the line before), unless there is no other.
+    the first, or launched otherwise, are left out. So is a line that reaches back into the warm-up
+    (it tells of the steps since the line before), unless there is no other.
     MFU and TFLOPs from the configuration are None where the log does not name model and device.
     """
     if skip_steps is None:

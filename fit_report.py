@@ -150,9 +150,8 @@ def training_errors(folder: Path) -> tuple[list[float], list[float]]:
                 reserved_gib = end.get("peak_reserved_gib") or 0
                 has_room = memory.full_speed(setup) <= (record.get("device_memory_gib") or 0) * GIB
                 if has_room and reserved_gib > 0:
-                    reserved.append(
-                        100 * (memory.reserved_with_room(setup) / GIB / reserved_gib - 1)
-                    )
+                    predicted_gib = memory.reserved_with_room(setup) / GIB
+                    reserved.append(100 * (predicted_gib / reserved_gib - 1))
     return allocated, reserved
 
 

@@ -226,9 +226,11 @@ def test_a_resumed_run_is_averaged_without_its_second_warm_up(write: Write) -> N
     first = run.runs[0]
     again = first | {"resumed_from_step": 20}
     other = again | {"resumed_from_step": 35, "world_size": 7}
-    found = mean_metrics(replace(run, runs=[first, again, other]))
-    assert (found.num_steps, found.first_step, found.last_step) == (15, 11, 35)
-    assert found.tokens_per_s == pytest.approx((10 * 10 + 5 * 20) / 15)
+    graphed = other | {"world_size": again["world_size"], "cuda_graph": True}
+    for last in (other, graphed):
+        found = mean_metrics(replace(run, runs=[first, again, last]))
+        assert (found.num_steps, found.first_step, found.last_step) == (15, 11, 35)
+        assert found.tokens_per_s == pytest.approx((10 * 10 + 5 * 20) / 15)
 
 
 def test_what_is_not_known_is_none(write: Write) -> None:
