@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from breakdown import check_record
-from hardware import LAUNCH_BOUND_FLOPS, is_graphed_by_default, peak_tflops
+from hardware import is_graphed_by_default, peak_tflops
 from model_config import TransformerConfig, build_config, count_params, flops_per_token
 from run_log import RunLog, StepRecord, UnusableError, read_runs
 
@@ -151,8 +151,8 @@ def _launched(record: dict[str, Any], flops_per_token: int) -> str:
     if asked not in ("auto", "on", "off") or graphed not in (True, False, None):
         raise ValueError(f"cuda_graph is {asked!r}, {graphed!r}")
     if graphed is None:  # before logs told, `auto` launched all kernels of FSDP one by one
-        auto = asked == "auto" and not record["fsdp"] and flops < LAUNCH_BOUND_FLOPS
-        graphed = on_gpu and (asked == "on" or auto)
+        auto = asked == "auto" and usual and not record["fsdp"]
+        graphed = auto or (asked == "on" and on_gpu)
     return "" if graphed == usual else ONE_GRAPH if graphed else ONE_BY_ONE
 
 

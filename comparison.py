@@ -154,19 +154,14 @@ def findings(original: Sequence[Any], points: Sequence[Any]) -> list[str]:
     if alone and sharded:
         wall += " " + told("scaling: our wall", single=alone, sharded=sharded)
     lines.append(wall)
-    pairs = _our_pairs(single)
+    pairs = _our_pairs(single, single)
     theirs, mine = _shares(_pairs(original, 2)), _shares(pairs)
     if theirs and mine:
         lines.append(told("scaling: costs", theirs=_span(theirs.values()),
                           mine=_span(mine.values())))  # fmt: skip
     usual = [row for row in single if not row.launched]
-    slow = [
-        row
-        for row in points
-        if row.launched == ONE_BY_ONE and (row.batch_size, row.fsdp) == (1, True)
-    ]
-    slow = _shares(_our_pairs([*slow, *(row for row in usual if not row.fsdp)]))
-    graphed = _shares(_our_pairs(usual))
+    one_by_one = [r for r in points if (r.launched, r.batch_size, r.gpus) == (ONE_BY_ONE, 1, 1)]
+    slow, graphed = (_shares(_our_pairs(rows, usual)) for rows in (one_by_one, usual))
     if both := sorted(slow.keys() & graphed.keys()):
         lines.append(told(
             "scaling: launching", sizes=_names(both), slow=_span([slow[key] for key in both]),
@@ -195,9 +190,17 @@ def _pairs(rows: Sequence[Any], gpus: int) -> list[tuple[Any, Any]]:
     return [(row, base) for row, base in both if base and row.gpus == gpus]
 
 
-def _our_pairs(rows: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """`_pairs` of ours on one GPU whose settings are the same."""
-    return [pair for pair in _pairs(rows, 1) if _same(*pair)]
+def _held(rows: Sequence[Any], candidates: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """(row of ours, one GPU without FSDP at its size, batch and settings, or None)."""
+    rows, candidates = ([row for row in each if row.speed > 0] for each in (rows, candidates))
+    found = study.bases_of(rows, candidates)
+    return [(row, next(iter(bases), None)) for row, bases in zip(rows, found, strict=True)]
+
+
+def _our_pairs(rows: Sequence[Any], candidates: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """`_held` of the rows with FSDP for which there is one."""
+    held = _held([row for row in rows if row.fsdp], candidates)
+    return [(row, base) for row, base in held if base]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -211,25 +214,11 @@ def _shares(pairs: Sequence[tuple[Any, Any]]) -> dict[tuple, float]:
     return {_key(row): 100 * row.speed / base.speed for row, base in pairs}
 
 
-def several_pairs(published: Path) -> list[tuple[Any, Any]]:
-    """(run on several GPUs, one GPU without FSDP at the same size, batch and settings, or None).
-
-    That one is of the study, else of the speeds of train.py.
-    """
-    points, speeds = (
-        read_points(load_published(published / "h200" / name)) for name in ("scaling", "bench")
-    )
-    alone = [r for r in (*points, *speeds) if _key(r)[2:] == (False, 1) and r.speed > 0]
-    alone.sort(key=lambda row: bool(row.launched))  # those of the default first
-
-    def base_of(row: Any) -> Any:
-        at = (row.strategy, row.factor, row.batch_size)
-        same = (b for b in alone if (b.strategy, b.factor, b.batch_size) == at and _same(row, b))
-        return next(same, None)
-
-    several = [row for row in points if row.gpus > 1 and row.speed > 0]
-    several.sort(key=lambda row: (*_key(row), row.batch_size, row.launched or ""))
-    return [(row, base_of(row)) for row in several]
+def several_pairs(points: Sequence[Any], published: Path) -> list[tuple[Any, Any]]:
+    """`_held` of the points on several GPUs: by one of them, else by a speed of train.py."""
+    several = [row for row in points if row.gpus > 1]
+    several.sort(key=lambda row: (*_key(row), row.batch_size, row.launched))
+    return _held(several, [*points, *read_points(load_published(published / "h200" / "bench"))])
 
 
 def several_rows(pairs: Sequence[tuple[Any, Any]]) -> list[list[str]]:
@@ -246,14 +235,14 @@ def several_rows(pairs: Sequence[tuple[Any, Any]]) -> list[list[str]]:
     return cells
 
 
-def reasons(runs: Sequence[RunLog]) -> list[str]:
-    """Why MFU is what it is, from the profiles of one GPU without FSDP, in sentences.
+def reasons(profiled: Sequence[tuple[Any, RunLog]]) -> list[str]:
+    """Why MFU is what it is, from `study.profiled_runs` of one GPU without FSDP, in sentences.
 
     Those at the original's batch and settings, on one kind of device, by one version of torch.
     """
     found = [
         _profile(row, run)
-        for row, run in study.profiled_runs(runs)
+        for row, run in profiled
         if all(getattr(row, field) == value for field, value in {**SAME, **ALONE}.items())
         and run.run
     ]
@@ -303,11 +292,11 @@ def cost_summary(published: Path) -> dict[str, Any]:
     points = read_points(load_published(published / "h200" / "scaling"))
     single = [row for row in at_batch_1(points) if row.gpus == 1]
     alone = [row for row in single if not row.fsdp and row.mfu_pct > 0]
-    shares = [(100 * row.speed / base.speed, row) for row, base in _our_pairs(single)]
+    shares = [(100 * row.speed / base.speed, row) for row, base in _our_pairs(single, single)]
     if not alone or not shares:
         return {}
     (low, least), (high, most) = (of(shares, key=lambda pair: pair[0]) for of in (min, max))
-    pairs = [(row, base) for row, base in several_pairs(published) if base]
+    pairs = [(row, base) for row, base in several_pairs(points, published) if base]
     several = "" if any(row.gpus > 1 for row in points) else " Several GPUs are not measured yet."
     if pairs:
         row, base = max(pairs, key=lambda pair: pair[0].speed / pair[1].speed)
@@ -318,10 +307,10 @@ def cost_summary(published: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def breakdown_rows(runs: Sequence[RunLog]) -> list[list[str]]:
-    """Where the time of a step goes, a row per profiled run."""
+def breakdown_rows(profiled: Sequence[tuple[Any, RunLog]]) -> list[list[str]]:
+    """Where the time of a step goes, a row for each of `study.profiled_runs`."""
     cells = []
-    for row, run in study.profiled_runs(runs):
+    for row, run in profiled:
         record = run.breakdowns[-1]
         shares = shares_of_step(record, study.quiet_step_s(run))
         cells.append([
@@ -343,19 +332,19 @@ def scaling_section(published: Path) -> str:
     if not runs:
         return ""
     original, points = read_original(), read_points(runs)
-    ours = at_batch_1(points)
+    ours, profiled = at_batch_1(points), study.profiled_runs(runs)
     devices = sorted({f"{row.device}, torch {row.torch_version}" for row in ours})
     counted = pd.read_csv(ORIGINAL)["training_tokens_pct"]
     values = {"figures": FIGURES, "devices": "; ".join(devices), "counted": _span(counted)}
     rows = comparison_rows(original, ours)
     compared = told_tables({"scaling": rows}, skip_steps=SKIP_STEPS, **values)
-    lines = [*findings(original, points), *reasons(runs)]
+    lines = [*findings(original, points), *reasons(profiled)]
     found = "\n".join(f"- {line}" for line in lines)
     kinds = " | ".join(f"{kind} (%)" for kind in KINDS)
     more = {
-        "scaling: several": several_rows(several_pairs(published)),
+        "scaling: several": several_rows(several_pairs(points, published)),
         "scaling: batches": batch_rows(points, ours),
-        "scaling: breakdown": breakdown_rows(runs),
+        "scaling: breakdown": breakdown_rows(profiled),
     }
     explained = told_tables(more, figures=FIGURES, kinds=kinds)
     return "\n\n".join(filter(None, (compared, found, explained)))

@@ -23,8 +23,7 @@ AS_LABELLED = "as labelled"
 COLOR_FIELDS = ("fsdp", "gpus", "nodes")
 LINE_FIELDS = ("strategy", "batch_size", "grad_accumulation_steps", "sequence_length",
                "model_dtype", "compute_dtype", "activation_checkpointing", "compiled", "launched",
-               "replicas",
-               "device", "peak_tflops", "torch_version")  # fmt: skip
+               "replicas", "device", "peak_tflops", "torch_version")  # fmt: skip
 WORDS = {
     "strategy": "strategy {}", "batch_size": "batch {}", "sequence_length": "sequence {}",
     "grad_accumulation_steps": "micro-batches {}", "model_dtype": "{} weights", "device": "{}",
@@ -103,21 +102,26 @@ def settings_of(row: Any) -> dict[str, Any]:
 
 def _baselines(points: pd.DataFrame) -> pd.Series:
     """Tokens/s of one GPU without FSDP at each row's size and settings; NaN where none was run."""
-    rows = [(row, settings_of(row)) for row in rows_of(points)]
-    bases = [(row, own) for row, own in rows if not row.fsdp and row.gpus == 1]
+    rows = rows_of(points)
+    speeds = [bases[0].tokens_per_s_median if len(bases) == 1 else np.nan
+              for bases in bases_of(rows, rows)]  # fmt: skip
+    return pd.Series(speeds, points.index, dtype=float)
 
-    def speed(row: Any, own: dict[str, Any]) -> float:
-        found = [
-            base
-            for base, other in bases
-            if base.num_parameters == row.num_parameters
-            and base.status == "trained"
-            and same_settings(own, other)
-        ]
-        found = [base for base in found if not base.launched] or found
-        return found[0].tokens_per_s_median if len(found) == 1 else np.nan
 
-    return pd.Series([speed(row, own) for row, own in rows], points.index, dtype=float)
+def bases_of(rows: Sequence[Any], candidates: Sequence[Any]) -> list[list[Any]]:
+    """For each row the candidates on one GPU without FSDP of its size and settings, batch included.
+
+    Where some of them were launched by default, those alone.
+    """
+    alone = [(row, settings_of(row)) for row in candidates
+             if not row.fsdp and row.gpus == 1 and row.status == "trained"]  # fmt: skip
+    found = []
+    for row in rows:
+        own, size = settings_of(row), row.num_parameters
+        same = [base for base, other in alone
+                if base.num_parameters == size and same_settings(own, other)]  # fmt: skip
+        found.append([base for base in same if not base.launched] or same)
+    return found
 
 
 def same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
