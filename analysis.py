@@ -123,6 +123,8 @@ def facts(run: RunLog) -> RunFacts:
         peak, peak_source = _peak(run, record)
         own = _NO_COST.union(_FACTS, ("scaling_strategy", "scaling_factor", "compile",
                                      "cuda_graph"))  # fmt: skip
+        # What older logs lack is told where it is so.
+        costly = flags | {k: True for k in ("gradients_exchanged",) if record.get(k)}
         return RunFacts(
             **{name: record[name] for name in ("fsdp", "replicas", "global_batch", "device")},
             **{name: flags[name] for name in _SAME_FLAGS},
@@ -132,7 +134,7 @@ def facts(run: RunLog) -> RunFacts:
             device_type=record.get("device_type"), compute_dtype=_DTYPES.get(dtype, dtype),
             compiled=flags["compile"], peak_tflops=peak, peak_source=peak_source,
             launched=_launched(record, flops) if run.run else "",
-            other_flags=json.dumps({k: v for k, v in sorted(flags.items()) if k not in own}),
+            other_flags=json.dumps({k: v for k, v in sorted(costly.items()) if k not in own}),
             flops_per_token=flops, torch_version=record["versions"]["torch"], status=run.status,
             log=run.path.as_posix(), commit=commit and commit + "+" * bool(record["dirty"]),
         )  # fmt: skip

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from hardware import nodes_of
 from model import Transformer
 from utils import configure_allocators
 
@@ -97,6 +99,13 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def launched_num_nodes() -> int:
+    """Number of nodes that the launcher used; without one, what so many ranks need."""
+    size = launched_world_size()
+    local_size = os.environ.get("LOCAL_WORLD_SIZE")
+    return size // int(local_size) if local_size else nodes_of(size)
+
+
 def pick_device() -> torch.device:
     """This rank's GPU, or the CPU on a machine without GPUs.
 
@@ -148,8 +157,7 @@ def sharded_world(replicas: int) -> Iterator[World]:
     mesh = init_device_mesh(
         device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard")
     )
-    num_nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    yield World(device, rank, size, num_nodes, mesh, _connect(rank, size))
+    yield World(device, rank, size, launched_num_nodes(), mesh, _connect(rank, size))
     dist.destroy_process_group()
 
 
@@ -164,7 +172,7 @@ def simulated_world(size: int) -> Iterator[World]:
     device = pick_device()
     dist.init_process_group(backend="fake", store=FakeStore(), rank=0, world_size=size)
     mesh = init_device_mesh(device.type, (1, size), mesh_dim_names=("replicate", "shard"))
-    yield World(device, 0, size, 1, mesh)
+    yield World(device, 0, size, nodes_of(size), mesh)
     dist.destroy_process_group()
 
 
@@ -187,13 +195,42 @@ class Sharding:
     compute_dtype: torch.dtype
     reshard_after_forward: bool = True
     cpu_offload: bool = False
+    exchange_gradients: bool = False
+
+
+class ExchangeAndSum:
+    """A reduce-scatter whose numbers travel as they are, and are added in fp32 where they arrive.
+
+    NCCL adds in the dtype that it sends: gradients in bf16 would have to become fp32, and twice as
+    many bytes, first. Every rank sends each of the others its part instead. Between nodes that is
+    more than a ring sends, which adds up within a node before.
+    """
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the input or the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any
+    ) -> None:
+        """This rank's part of the sum over ranks, rounded once."""
+        received = self.exchange(input_tensor, group)
+        # PyTorch's sum of bf16 adds up in fp32.
+        torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
+
+    def exchange(self, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Rank i receives part i of what each rank sends."""
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
 
 
 def shard(model: Transformer, world: World, sharding: Sharding) -> None:
     """Shard a model on the meta device over the world's mesh (FSDP2; HSDP with replicas).
 
     One group per block, and one each for the embedding and the head: gathered only around their
-    use. Gradients are summed in fp32. The head is not resharded: its backward comes at once.
+    use. Gradients are summed in fp32 (`ExchangeAndSum`, or cast). The head is not resharded: its
+    backward comes at once.
     """
     assert world.mesh is not None
     # With a mesh of two dimensions FSDP2 keeps every reduced gradient in fp32 to the end of the
@@ -203,7 +240,7 @@ def shard(model: Transformer, world: World, sharding: Sharding) -> None:
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if sharding.cpu_offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(
         param_dtype=sharding.compute_dtype,
-        reduce_dtype=torch.float32,
+        reduce_dtype=sharding.compute_dtype if sharding.exchange_gradients else torch.float32,
         cast_forward_inputs=False,  # the rotary tables stay fp32
     )
 
@@ -218,6 +255,8 @@ def shard(model: Transformer, world: World, sharding: Sharding) -> None:
         # Sums: what a backend makes of an average differs (torch 2.8's gloo: nothing).
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+        if sharding.exchange_gradients:
+            sharded.set_custom_reduce_scatter(ExchangeAndSum())  # pyright: ignore[reportArgumentType]
 
     wrap(model.embedding, sharding.reshard_after_forward)
     for block in model.blocks:

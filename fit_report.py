@@ -164,6 +164,7 @@ def setup_of_run(run: RunLog) -> Setup:
         NUM_BYTES[str(what.compute_dtype)], flags["activation_checkpointing"], flags["compile"],
         what.fsdp, what.gpus // what.replicas, what.replicas,
         flags.get("cpu_offload", False), flags.get("reshard_after_forward", True),
+        run.runs[-1].get("gradients_exchanged", False),
     )  # fmt: skip
 
 

@@ -1,12 +1,14 @@
-"""What is the dense bf16 peak of this GPU, and how little work leaves it waiting for the CPU?
+"""What is the peak of this GPU, when does it wait for the CPU, and what do its neighbours change?
 
-The peak is keyed by the exact name that the driver reports: a guess from part of a name makes every
-MFU wrong.
+The dense bf16 peak is keyed by the exact name that the driver reports: a guess from part of a name
+makes every MFU wrong.
 """
 
 # Below this much arithmetic a micro-batch ends before the CPU has launched its kernels: about half
 # of it took as long to launch as to compute on an H200, all of it under FSDP, with its hooks.
 LAUNCH_BOUND_FLOPS = 1.5e14
+
+GPUS_PER_NODE = 8  # where no launcher says how many
 
 # Dense (no sparsity) bf16 tensor-core peak in TFLOP/s, from the vendor's datasheets.
 PEAK_BF16_TFLOPS: dict[str, float] = {
@@ -34,6 +36,23 @@ def is_graphed_by_default(
     """
     was_run = not fsdp or (compiled and replicas == 1 and not cpu_offload)
     return was_run and microbatch_flops < LAUNCH_BOUND_FLOPS
+
+
+def exchanges_gradients(
+    shards: int, *, replicas: int, nodes: int, num_bytes: tuple[int, int]
+) -> bool:
+    """Whether FSDP exchanges gradients as they are and adds them in fp32 (distributed.shard).
+
+    That sends half of what a reduction in fp32 would, and rounds where it does: once, to the dtype
+    of the parameters, whose ``num_bytes`` (and those of the computation) must be two. Not between
+    nodes, where it would send more, nor where replicas add up further.
+    """
+    return num_bytes == (2, 2) and shards > 1 and replicas == nodes == 1
+
+
+def nodes_of(gpus: int) -> int:
+    """Nodes that so many GPUs fill, where no launcher tells."""
+    return -(-gpus // GPUS_PER_NODE)
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -20,7 +20,7 @@ from hardware import peak_tflops
 from model import count_params
 from processes import lock_folder
 from run_log import SCHEMA_VERSION, LogWriter, StepRecord
-from train_config import Inputs, TrainConfig, is_graphed
+from train_config import Inputs, TrainConfig, is_graphed, memory_setup
 
 # Flags that hold a path.
 _PATHS = "log_file profile_dir dataset tokenizer_name_or_path checkpoint_dir resume".split()
@@ -104,6 +104,7 @@ def describe_run(config: TrainConfig, inputs: Inputs, world: World) -> dict[str,
         "compute_dtype": str(inputs.compute_dtype).removeprefix("torch."),
         "peak_tflops": peak_of(config, world), "world_size": world.size,
         "cuda_graph": is_graphed(config, inputs, world.device.type),
+        "gradients_exchanged": memory_setup(config, inputs).exchanged,
         "num_nodes": world.num_nodes, "replicas": getattr(config, "replicas", 1),
         "global_batch": inputs.global_batch,
         "tokens_per_step": inputs.global_batch * config.sequence_length,

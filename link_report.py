@@ -13,17 +13,18 @@ from matplotlib import pyplot as plt
 
 import links
 from analysis import find_logs
+from hardware import GPUS_PER_NODE
 from model_config import TransformerConfig
 from run_log import RunLog, blaming, read_run
 from tables import told_tables
 
 FIGURE = "plots/published/links.png"  # as seen from README.md
 PROJECTED = (("all", 10), ("n_layers", 1))
-GPUS, GPUS_IN_TABLE, GPUS_PER_NODE = (4, 8, 16, 32, 64, 128, 256, 512), (4, 16, 64, 512), 8
+GPUS, GPUS_IN_TABLE = (4, 8, 16, 32, 64, 128, 256, 512), (4, 16, 64, 512)
 LINKS_GB_PER_S = (50.0, 25.0, 12.5)  # between nodes, for each GPU
 WAYS = tuple(product(LINKS_GB_PER_S, (False, True)))  # with replicas or without
-GATHER, SCATTER = ("all_gather", "bfloat16"), ("reduce_scatter", "float32")
-COLLECTIVES = (GATHER, SCATTER, ("reduce_scatter", "bfloat16"))
+COLLECTIVES = (("all_gather", "bfloat16"), ("all_to_all", "bfloat16"),
+               ("reduce_scatter", "float32"))  # fmt: skip
 MESSAGES = ("all 2 block", "all 10 block", "n_layers 1 block", "n_layers 1 embedding, head")
 # What a step shares with the one in which nothing travels, against which it is held.
 PAIRED = ("batch_size", "sequence_length", "model_dtype", "compute_dtype")
@@ -57,9 +58,10 @@ class Links:
         with blaming(self.bandwidth[transport].path):
             return links.fit_line(self.records(transport, kind))
 
-    def lines(self, transport: str) -> tuple[links.Line, links.Line]:
-        """All-gather and reduce-scatter as FSDP uses them."""
-        return self.line(transport, GATHER), self.line(transport, SCATTER)
+    def lines(self, transport: str) -> tuple[links.Line, links.Line, links.Line]:
+        """All-gather, exchange and reduce-scatter as FSDP uses them."""
+        gather, exchange, scatter = (self.line(transport, kind) for kind in COLLECTIVES)
+        return gather, exchange, scatter
 
     def compute(self, shape: Shape) -> tuple[list[links.Group], float]:
         """Groups of a model, and the seconds that their forward and backward take alone."""
@@ -147,9 +149,11 @@ def step_row(found: Links, shape: Shape, transport: str) -> list[str]:
         with blaming(run.path):
             check_pair(run, alone)
     if alone and transport in found.bandwidth:
-        (groups, compute_s), (gather, scatter) = found.compute(shape), found.lines(transport)
+        (groups, compute_s), lines = found.compute(shape), found.lines(transport)
         update_s = links.update_s(groups, (run.run or {})["world_size"])
-        predicted_s = links.step_s(groups, compute_s, gather=gather, scatter=scatter) + update_s
+        gather = lines[0].of_numbers(links.GATHERED_BYTES)
+        exchange = lines[1].of_numbers(links.EXCHANGED_BYTES)
+        predicted_s = links.step_s(groups, compute_s, gather=gather, scatter=exchange) + update_s
         alone_s, error = compute_s + update_s, predicted_s / measured_s - 1
         cells = [f"{1e3 * alone_s:.1f}", f"{100 * (1 - alone_s / measured_s):.1f}",
                  f"{1e3 * predicted_s:.1f}", f"{100 * error:+.1f}"]  # fmt: skip

@@ -21,8 +21,9 @@ TRANSPORTS: dict[str, dict[str, str]] = {
 Shape = tuple[ScalingStrategy, int]
 SHAPES: tuple[Shape, ...] = (("all", 2), ("all", 6), ("all", 10), ("n_layers", 1))
 MESSAGE_SHAPES: tuple[Shape, ...] = (*SHAPES, ("all", 8))
-# bf16 parameters are gathered, fp32 gradients are reduced (distributed.shard).
-GATHERED_BYTES, REDUCED_BYTES = 2, 4
+# Parameters are gathered in bf16. Gradients are exchanged in bf16 within a node, and reduced in
+# fp32 where there are several, or replicas (memory.exchanges_gradients).
+GATHERED_BYTES, EXCHANGED_BYTES, REDUCED_BYTES = 2, 2, 4
 # A bf16 step of AdamW: the norm reads the gradient; the update reads it, the parameter and two
 # moments, and writes three of them. The memory's rate is that of an H200's datasheet.
 UPDATE_BYTES, MEMORY_BYTES_PER_S = 16, 4.8e12
@@ -41,6 +42,10 @@ class Line:
     def seconds(self, num_bytes: float) -> float:
         """Time of one collective of so many bytes, all ranks' parts together."""
         return self.latency_s + num_bytes * self.s_per_byte
+
+    def of_numbers(self, width: int) -> "Line":
+        """The same for each number, of ``width`` bytes, in the place of each byte."""
+        return Line(self.latency_s, self.s_per_byte * width)
 
     @property
     def bus_bytes_per_s(self) -> float:
@@ -116,6 +121,8 @@ def step_s(
 ) -> float:  # fmt: skip
     """Seconds of forward and backward that take ``compute_s`` where nothing travels.
 
+    The lines are those of numbers, not of bytes (`Line.of_numbers`).
+
     Each group computes for its share of the FLOPs, a third of it forward. An all-gather begins when
     the computation of the group before it does, forward and backward; the embedding's comes before
     all else, and the head, which comes last, stays gathered. A reduce-scatter begins after its
@@ -125,7 +132,7 @@ def step_s(
     """
     flops = sum(group.flops for group in groups)
     forward_s = [compute_s / 3 * group.flops / flops for group in groups]
-    gather_s = [gather.seconds(GATHERED_BYTES * group.num_params) for group in groups]
+    gather_s = [gather.seconds(group.num_params) for group in groups]
     clock = gather_s[0] + sum(map(max, forward_s, [*gather_s[1:], 0.0]))
     link_free = gathered = reduced = replicated = clock
     for i in reversed(range(len(groups))):
@@ -133,15 +140,14 @@ def step_s(
         if i > 0:
             link_free = gathered = max(link_free, begin) + gather_s[i - 1]
         clock = begin + 2 * forward_s[i]
-        num_bytes = REDUCED_BYTES * groups[i].num_params
-        link_free = reduced = max(link_free, clock) + scatter.seconds(num_bytes)
+        link_free = reduced = max(link_free, clock) + scatter.seconds(groups[i].num_params)
         if all_reduce is not None:
-            replicated = max(replicated, reduced) + all_reduce.seconds(num_bytes)
+            replicated = max(replicated, reduced) + all_reduce.seconds(groups[i].num_params)
     return max(reduced, replicated)
 
 
 def ring(measured: Line, *, gpus: int, nodes: int, link_bytes_per_s: float) -> Line:
-    """An all-gather or a reduce-scatter over more GPUs, from the line of two in a node.
+    """A collective over more GPUs, from the line of two in a node; an exchange in one node only.
 
     Each byte enters a node once, through the links of all its GPUs: they bound the bandwidth where
     NVLink does not. Latency grows with the hops of the ring, of which nodes - 1 leave a node.
@@ -157,13 +163,14 @@ def ring(measured: Line, *, gpus: int, nodes: int, link_bytes_per_s: float) -> L
 
 
 def projected_step_s(
-    groups: list[Group], compute_s: float, lines: tuple[Line, Line], *, gpus: int,
+    groups: list[Group], compute_s: float, lines: tuple[Line, Line, Line], *, gpus: int,
     gpus_per_node: int, link_bytes_per_s: float, replicate: bool,
 ) -> float:  # fmt: skip
     """Seconds of a step on many GPUs: FSDP over all, or in each node with replicas across nodes.
 
-    ``lines``: all-gather and reduce-scatter of two GPUs in a node. Replicas all-reduce the shards
-    of each GPU of a node over its own link, in a ring of nodes: twice (M-1)/M of their bytes.
+    ``lines``: all-gather, exchange and reduce-scatter of two GPUs in a node, of bytes. Replicas
+    all-reduce the shards of each GPU of a node over its own link, in a ring of nodes: twice (M-1)/M
+    of their bytes.
     Raises ValueError where a node would be left half full: of another ring, and another shard.
     """
     nodes, rest = divmod(gpus, gpus_per_node) if gpus > gpus_per_node else (1, 0)
@@ -172,10 +179,14 @@ def projected_step_s(
     shards = gpus // nodes if replicate else gpus
     ring_nodes = 1 if replicate else nodes
     across = {"gpus": shards, "nodes": ring_nodes, "link_bytes_per_s": link_bytes_per_s}
-    gather, scatter = (ring(line, **across) for line in lines)
-    all_reduce = None
-    if replicate and nodes > 1:
-        latency_s = lines[1].latency_s + 2 * (nodes - 1) * NODE_HOP_S
+    gather, exchange, scatter = (ring(line, **across) for line in lines)
+    all_reduce, scatter = None, scatter.of_numbers(REDUCED_BYTES)
+    if nodes == 1:
+        scatter = exchange.of_numbers(EXCHANGED_BYTES)
+    elif replicate:
+        latency_s = lines[2].latency_s + 2 * (nodes - 1) * NODE_HOP_S
         all_reduce = Line(latency_s, 2 * (1 - 1 / nodes) / shards / link_bytes_per_s)
+        all_reduce = all_reduce.of_numbers(REDUCED_BYTES)
+    gather = gather.of_numbers(GATHERED_BYTES)
     step = step_s(groups, compute_s, gather=gather, scatter=scatter, all_reduce=all_reduce)
     return step + update_s(groups, shards)

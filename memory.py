@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from cli import parse_flags
+from hardware import exchanges_gradients, nodes_of
 from model_config import (
     CHUNK_COMPILED,
     CHUNK_EAGER,
@@ -59,6 +60,8 @@ class Setup:
     replicas: int = 1
     cpu_offload: bool = False
     reshard_after_forward: bool = True
+    exchanged: bool = False
+    """Whether gradients travel in their own dtype (distributed.ExchangeAndSum), not in fp32."""
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +72,11 @@ class Setup:
     def casts_weights(self) -> bool:
         """Whether the modules cast their own weights (under FSDP they are gathered cast)."""
         return self.model_bytes != self.compute_bytes and not self.fsdp
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of one number of a gradient on its way to the other ranks."""
+        return self.compute_bytes if self.exchanged else FP32_BYTES
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,7 @@ def moments(setup: Setup) -> list[Memory]:
     pair = (1 + buffer) * block  # the block at hand, and the next one in its buffer
     whole = 0 if setup.reshard_after_forward else layers * block + ends
     ahead = block + (ends if whole else buffer * ends)
-    waiting = block * FP32_BYTES  # the last reduction's buffer, until the next group's reduction
+    waiting = block * setup.reduced_bytes  # the last reduction's buffer, until the next one
     # Without FSDP a gradient counts where it is; with it, once it is reduced.
     here = 0 if setup.fsdp else down
     parts = (
@@ -197,7 +205,7 @@ def moments(setup: Setup) -> list[Memory]:
         ("backward of the loss", 0, ends + whole, 0, full, loss_backward),
         ("reduction of the head", 0, whole or block, reduction(setup, ends), full, 0),
         ("last block", ends + here, whole or pair,
-         ends * FP32_BYTES + down * width, full + extra, 0),
+         ends * setup.reduced_bytes + down * width, full + extra, 0),
         ("second block", before_end - 2 * block + here, min(whole, 2 * block + ends) or pair,
          waiting + down * width, last + kept, 0),
         ("first block", before_end - block + here, ahead, waiting + down * width, last, 0),
@@ -216,11 +224,15 @@ def moments(setup: Setup) -> list[Memory]:
 def reduction(setup: Setup, numel: int) -> int:
     """Bytes while FSDP2 reduces the gradients of a group (foreach_reduce).
 
-    They are cast into one fp32 buffer (which stands until the next group's reduction), then freed;
-    the buffer is reduced into a shard, which is cast to the parameters' dtype.
+    They are copied into one buffer (which stands until the next group's reduction), then freed; the
+    buffer is reduced into a shard, which is cast to the parameters' dtype. The buffer is in fp32,
+    unless they are exchanged: then what arrives stands beside what was sent.
     """
-    shard = FP32_BYTES + (setup.model_bytes if setup.model_bytes != FP32_BYTES else 0)
-    return numel * FP32_BYTES + max(numel * setup.compute_bytes, numel * shard // setup.shards)
+    width = setup.reduced_bytes
+    shard = width + (setup.model_bytes if setup.model_bytes != width else 0)
+    arrived = numel * width if setup.exchanged else 0
+    reduced = arrived + numel * shard // setup.shards
+    return numel * width + max(numel * setup.compute_bytes, reduced)
 
 
 def embedding_bytes(setup: Setup) -> int:
@@ -346,8 +358,10 @@ class FitConfig:
 def setup_of(config: FitConfig, gpus: int, offload: bool, mode: ActivationCheckpointing) -> Setup:
     """What is trained, at factor 1: without FSDP on one GPU, unless offloaded."""
     shape = build_config(config.scaling_strategy, 1, MODEL_VOCAB_SIZE)
+    exchanged = exchanges_gradients(gpus, replicas=1, nodes=nodes_of(gpus), num_bytes=(2, 2))
     return Setup(shape, config.sequence_length, config.batch_size, checkpointing=mode,
-                 fsdp=gpus > 1 or offload, shards=gpus, cpu_offload=offload)  # fmt: skip
+                 fsdp=gpus > 1 or offload, shards=gpus, cpu_offload=offload,
+                 exchanged=exchanged)  # fmt: skip
 
 
 def largest_of(config: FitConfig, setup: Setup) -> tuple[int, Setup]:

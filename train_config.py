@@ -17,8 +17,8 @@ import torch
 from checkpoint import Checkpoint, find_checkpoints
 from cli import check_flags
 from dataset import Corpus, Tokenizer, build_loader, load_tokenizer, open_corpus
-from distributed import Sharding, launched_world_size
-from hardware import is_graphed_by_default
+from distributed import Sharding, launched_num_nodes, launched_world_size
+from hardware import exchanges_gradients, is_graphed_by_default, nodes_of
 from memory import GIB, Setup, describe, full_speed, largest_batch, predict
 from model import ActivationCheckpointing, ScalingStrategy, TransformerConfig
 from model_config import build_config, count_params, flops_per_token
@@ -150,7 +150,12 @@ class FSDPTrainConfig(TrainConfig):
 
     def sharding(self, inputs: "Inputs") -> Sharding:
         """How `shard` is to split the model."""
-        return Sharding(inputs.compute_dtype, self.reshard_after_forward, self.cpu_offload)
+        return Sharding(
+            inputs.compute_dtype,
+            self.reshard_after_forward,
+            self.cpu_offload,
+            memory_setup(self, inputs).exchanged,
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,7 +270,12 @@ def memory_setup(config: TrainConfig, inputs: Inputs, num_ranks: int | None = No
     if not isinstance(config, FSDPTrainConfig):
         return setup
     shards = (num_ranks or launched_world_size()) // config.replicas
-    return replace(setup, fsdp=True, shards=shards, replicas=config.replicas,
+    nodes = nodes_of(num_ranks) if num_ranks else launched_num_nodes()
+    num_bytes = setup.model_bytes, setup.compute_bytes
+    exchanged = exchanges_gradients(
+        shards, replicas=config.replicas, nodes=nodes, num_bytes=num_bytes
+    )
+    return replace(setup, fsdp=True, shards=shards, replicas=config.replicas, exchanged=exchanged,
                    cpu_offload=config.cpu_offload,
                    reshard_after_forward=config.reshard_after_forward)  # fmt: skip
 

@@ -3,10 +3,10 @@
     python benchmarks/bench_links.py --output-dir logs/published/h200/links
 
 For each way that NCCL can be made to take (NVLink, its default; shared memory of the host; sockets
-on loopback, a stand-in for a slow network): an all-gather and a reduce-scatter of the sizes that
-FSDP uses, and train_fsdp.py at four sizes; and those four with a second rank that does not exist,
-where nothing travels (simulated_train.py). A log each in ``--output-dir``; what is complete is not
-repeated, so an interrupted series goes on.
+on loopback, a stand-in for a slow network): an all-gather, an all-to-all and a reduce-scatter of
+the sizes that FSDP uses, and train_fsdp.py at four sizes; and those four with a second rank that
+does not exist, where nothing travels (simulated_train.py). A log each in ``--output-dir``; what is
+complete is not repeated, so an interrupted series goes on.
 
 A ``Link:`` record holds the median seconds of a collective over windows of calls, and the bus
 bandwidth, (n-1)/n × bytes of the whole tensor ÷ seconds for n ranks: what each link of a ring
@@ -37,7 +37,7 @@ from model_config import build_config, count_block_params
 from run_log import SCHEMA_VERSION, LogWriter, blaming, read_run
 from utils import device_name, nccl_environment, source_version, synchronize, versions
 
-METHOD_VERSION = 1
+METHOD_VERSION = 2
 NUM_WINDOWS = 5
 WINDOW_S = 0.02
 NUM_RANKS = 2
@@ -99,10 +99,13 @@ def time_collective(name: str, dtype: torch.dtype, numel: int, world: World) -> 
     """Fields of a ``Link:`` record; ``numel`` counts the elements of all ranks together."""
     local = torch.zeros(numel // world.size, dtype=dtype, device=world.device)
     whole = local.repeat(world.size)
-    if name == "all_gather":
-        seconds = time_calls(lambda: dist.all_gather_into_tensor(whole, local), world)
-    else:
-        seconds = time_calls(lambda: dist.reduce_scatter_tensor(local, whole), world)
+    received = torch.empty_like(whole)
+    call = {
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, local),
+        "all_to_all": lambda: dist.all_to_all_single(received, whole),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(local, whole),
+    }[name]
+    seconds = time_calls(call, world)
     median_s, num_bytes = statistics.median(seconds), whole.numel() * whole.itemsize
     return {
         "collective": name, "dtype": str(dtype).removeprefix("torch."), "bytes": num_bytes,
@@ -113,9 +116,9 @@ def time_collective(name: str, dtype: torch.dtype, numel: int, world: World) -> 
 
 def measure(log: LogWriter, tiny: bool) -> None:
     """Time every collective on all ranks that torchrun started; rank 0 writes the log."""
-    # FSDP gathers in the compute dtype and reduces in fp32 (distributed.shard).
-    kinds = (("all_gather", torch.bfloat16), ("reduce_scatter", torch.float32),
-             ("reduce_scatter", torch.bfloat16))  # fmt: skip
+    # What FSDP gathers, exchanges within a node and reduces across nodes (distributed.shard).
+    kinds = (("all_gather", torch.bfloat16), ("all_to_all", torch.bfloat16),
+             ("reduce_scatter", torch.float32))  # fmt: skip
     with sharded_world(replicas=1) as world:
         if is_first := world.rank == 0:
             log.record("Run", {

@@ -10,25 +10,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distributed import launched_world_size, shard, simulated_world
+from distributed import ExchangeAndSum, launched_world_size, shard, simulated_world
 from trainer import FSDPTrainConfig, Inputs, build_model, materialize, run, running_job, train
 
 
-class OwnChunk:
-    """In place of a reduce-scatter: older fake process groups leave its output uninitialised.
+class ExchangeWithItself(ExchangeAndSum):
+    """It receives what it sent: fake process groups leave what arrives uninitialised.
 
     Weights would become NaN, and a GPU that multiplies NaN draws less power and clocks higher.
     """
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the input or the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
+    def exchange(self, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Nothing travels."""
+        return sent
+
+
+class OwnChunk(ExchangeAndSum):
+    """The same in place of a reduce-scatter."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
         """This rank's own chunk, with nothing added."""
@@ -40,10 +44,12 @@ def main(config: FSDPTrainConfig, inputs: Inputs) -> None:
     world_size = launched_world_size()
     with simulated_world(world_size) as world, running_job(config, inputs, world) as job:
         model = build_model(config, inputs)
-        shard(model, world, config.sharding(inputs))
+        sharding = config.sharding(inputs)
+        shard(model, world, sharding)
+        reduction = ExchangeWithItself() if sharding.exchange_gradients else OwnChunk()
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(OwnChunk())  # pyright: ignore[reportArgumentType]
+                module.set_custom_reduce_scatter(reduction)  # pyright: ignore[reportArgumentType]
         materialize(model, config, world)
         train(model, job)
 

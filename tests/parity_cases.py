@@ -43,6 +43,8 @@ class Case:
     checkpointing: ActivationCheckpointing = "none"
     empty_rank: bool = False
     compile: bool = False
+    dtype: torch.dtype = torch.float32
+    exchange: bool = False
     fault: str = ""
 
 
@@ -58,6 +60,10 @@ CASES = {
     "compile": Case(compile=True),
     "compile_full": Case(compile=True, checkpointing="full"),
     "compile_selective": Case(compile=True, checkpointing="selective"),
+    "reduced": Case(dtype=torch.bfloat16),
+    "exchanged": Case(dtype=torch.bfloat16, exchange=True),
+    "reduced_accumulation": Case(dtype=torch.bfloat16, accumulation=2),
+    "exchanged_accumulation": Case(dtype=torch.bfloat16, accumulation=2, exchange=True),
     "same_rows": Case(fault="same_rows"),
     "mean_of_means": Case(fault="mean_of_means"),
     "local_clipping": Case(fault="local_clipping"),
@@ -114,13 +120,14 @@ def build(case: Case, world: World) -> Transformer:
         model = Transformer(
             CONFIG,
             sequence_length=SEQUENCE_LENGTH,
-            compute_dtype=torch.float32,
+            compute_dtype=case.dtype,
             checkpointing=case.checkpointing,
         )
+    model = model.to(case.dtype)
     if case.compile:
         model.compile_parts(backend="aot_eager")
     if world.mesh is not None:
-        shard(model, world, Sharding(torch.float32, case.reshard, case.cpu_offload))
+        shard(model, world, Sharding(case.dtype, case.reshard, case.cpu_offload, case.exchange))
     model.to_empty(device=world.device)
     model.build_rope_tables(world.device)
     init_weights(model, seed=SEED, device=world.device, init_std=model.init_std)

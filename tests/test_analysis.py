@@ -209,6 +209,13 @@ def test_launching_is_told_apart_from_what_is_usual_today(write: Write) -> None:
         facts(read_run(write([1.0], RECORD | {"config": FLAGS | {"batch_size": "1"}}, name="x")))
 
 
+def test_gradients_that_are_exchanged_make_another_configuration(write: Write) -> None:
+    told: list[dict[str, Any]] = [{}, {"gradients_exchanged": False}, {"gradients_exchanged": True}]
+    paths = [write([1.0] * 11, RECORD | more, name=f"{more}.out") for more in told]
+    flags = [json.loads(facts(read_run(path)).other_flags) for path in paths]
+    assert flags == [{"packing": True}] * 2 + [{"packing": True, "gradients_exchanged": True}]
+
+
 def test_a_window_that_reaches_into_the_warm_up_is_left_out(write: Write) -> None:
     run = read_run(write([1.0, 2.0, 40.0, 60.0]))
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Documentation is not held against anybody: docstrings, comments and blank lines are not counted.
-MAX_LINES_OF_CODE = 6491
+MAX_LINES_OF_CODE = 6556
 MAX_LINES_FUNCTION = 60
 MAX_LINES_DIFFERENT = 12
 
@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "tables": ("", ""),
     "cli": ("", "tyro"),
     "processes": ("", ""),
-    "memory": ("model_config cli", "tyro"),
+    "memory": ("model_config hardware cli", "tyro"),
     "utils": ("", "torch numpy"),
     "attention_triton": ("", "torch triton"),
     "attention": ("attention_triton", "torch"),
@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "model": ("model_config attention loss", "torch"),
     "optimizer": ("", "torch"),
     "dataset": ("", "torch numpy pyarrow tokenizers tiktoken mistral_common transformers"),
-    "distributed": ("model utils", "torch"),
+    "distributed": ("hardware model utils", "torch"),
     "preflight": ("", "torch"),
     "checkpoint": ("processes utils", "torch"),
     "train_config": (CORE_ROOMS, "torch"),

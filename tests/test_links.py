@@ -80,8 +80,8 @@ def test_the_benchmark_makes_the_logs_that_are_missing(tmp_path: Path) -> None:
         for numel in (2**16, 2**18)
         for name, dtype, width in (
             ("all_gather", "bfloat16", 2),
+            ("all_to_all", "bfloat16", 2),
             ("reduce_scatter", "float32", 4),
-            ("reduce_scatter", "bfloat16", 2),
         )
     ]
     for link in bandwidth.links:
@@ -186,16 +186,30 @@ def test_communication_hides_where_the_schedule_lets_it(
     assert step_s(GROUPS, 6.0, **lines) == pytest.approx(expected)
 
 
-def test_parameters_are_gathered_in_bf16_and_gradients_reduced_in_fp32() -> None:
-    groups = [Group(10, 0), Group(0, 1), Group(0, 1), Group(0, 0)]
-    assert step_s(groups, 6.0, gather=Line(0, 0.01), scatter=Line(0, 0)) == pytest.approx(6.2)
-    assert step_s(groups, 6.0, gather=Line(0, 0), scatter=Line(0, 0.01)) == pytest.approx(6.4)
+def test_gradients_are_exchanged_in_bf16_in_a_node_and_reduced_in_fp32_across_nodes() -> None:
+    groups, byte = [Group(10, 0), Group(0, 1), Group(0, 1), Group(0, 0)], Line(0, 0.01)
+    nothing = Line(0, 1e-18)
+
+    def added(*lines: Line, gpus: int, replicate: bool = False) -> float:
+        step = projected_step_s(
+            groups, 6.0, cast(tuple[Line, Line, Line], lines), gpus=gpus, gpus_per_node=2,
+            link_bytes_per_s=1e18, replicate=replicate,
+        )  # fmt: skip
+        return step - 6.0
+
+    assert added(byte, nothing, nothing, gpus=2) == pytest.approx(0.2, rel=1e-3)
+    assert added(nothing, byte, nothing, gpus=2) == pytest.approx(0.2, rel=1e-3)
+    assert added(nothing, nothing, byte, gpus=2) < 1e-3
+    # Over four of two nodes a ring sends 3/4 of the bytes, of which two ranks send 1/2.
+    assert added(nothing, nothing, byte, gpus=4) == pytest.approx(0.6, rel=1e-3)
+    assert added(nothing, byte, nothing, gpus=4) < 1e-3
+    assert added(nothing, nothing, byte, gpus=4, replicate=True) == pytest.approx(0.4, rel=1e-3)
 
 
 def test_a_gather_waits_for_the_reduction_that_was_issued_before_it() -> None:
     groups = [Group(0, 0), Group(0, 1), Group(0, 1), Group(10, 0)]
     # The head's reduction takes 4 s: the last block is done after 2, the first begins after all.
-    found = step_s(groups, 6.0, gather=Line(0, 0), scatter=Line(0, 0.1))
+    found = step_s(groups, 6.0, gather=Line(0, 0), scatter=Line(0, 0.4))
     assert found == pytest.approx(2 + 4 + 2)
 
 
@@ -222,7 +236,9 @@ def test_what_the_model_does_not_hold_for_is_refused() -> None:
     what = {"gpus_per_node": 8, "link_bytes_per_s": 1e9}
     for gpus, replicate in ((1, False), (12, False), (12, True), (20, True)):
         with pytest.raises(ValueError):
-            projected_step_s(GROUPS, 6.0, (line, line), gpus=gpus, replicate=replicate, **what)
+            projected_step_s(
+                GROUPS, 6.0, (line, line, line), gpus=gpus, replicate=replicate, **what
+            )
 
 
 def write_logs(folder: Path) -> None:
@@ -263,10 +279,10 @@ def test_the_report_says_what_the_logs_do(tmp_path: Path) -> None:
     row = "| NVLink | reduce-scatter | float32 | 10.0 | 400.0 | 0.0 | n/a | 370.4 | n/a | n/a |"
     assert row in section
     # The embedding holds 131,072 · 2,560 parameters, a block 83,235,840. All else hides behind the
-    # computation: the gathers of the embedding and the first block, their reductions.
-    exposed_s = 4 * 10e-6 + 6 * (335_544_320 + 83_235_840) / 2 / 400e9
+    # computation: the gathers of the embedding and the first block, their exchanges.
+    exposed_s = 4 * 10e-6 + 4 * (335_544_320 + 83_235_840) / 2 / 400e9
     predicted = f"{800 + 1e3 * exposed_s:.1f} | {100 * (exposed_s - 0.2):.1f}"
-    assert predicted == "803.2 | -19.7"
+    assert predicted == "802.1 | -19.8"
     row = (
         f"| `all` 10 | NVLink | 4,096 | 1000.0 | 50.0 | 800.0 | 20.0 | {predicted} | train_fsdp.py"
     )
@@ -282,13 +298,13 @@ def test_the_projection_by_hand(tmp_path: Path) -> None:
     ends, block, all_params = 335_544_320, 83_235_840, 7_329_958_400
     # Eight GPUs of a node update an eighth of the parameters each, not a half.
     step_s = 0.8 - 16 * all_params * (1 / 2 - 1 / 8) / 4.8e12
-    step_s += 4 * (10e-6 + 6 * 3.4e-6) + 6 * (ends + block) * 7 / 8 / 400e9
+    step_s += 4 * (10e-6 + 6 * 3.4e-6) + 4 * (ends + block) * 7 / 8 / 400e9
     for replicate in (False, True):
         speed = found.projected(("all", 10), 8, 12.5, replicate)
         assert speed == pytest.approx(4096 / step_s, rel=1e-6)
-    # A second node: at the end the embedding's gradients go around between the two, an eighth of
-    # them over each link, twice half of their bytes.
-    step_s += 10e-6 + 2 * 14e-6 + 4 * ends / 8 / 50e9
+    # A second node: gradients are reduced in fp32, and at the end the embedding's go around between
+    # the two, an eighth of them over each link, twice half of their bytes.
+    step_s += 2 * (ends + block) * 7 / 8 / 400e9 + 10e-6 + 2 * 14e-6 + 4 * ends / 8 / 50e9
     assert found.projected(("all", 10), 16, 50, True) == pytest.approx(4096 / step_s, rel=1e-6)
 
 

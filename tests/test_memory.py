@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 import memory
 from distributed import Sharding, World, shard, simulated_world
 from fit_report import error_rows, setup_of_run, simulated_rows, training_errors
+from hardware import exchanges_gradients, nodes_of
 from memory import GIB, ActivationCheckpointing, Setup, moments, predict, saved_per_block
 from model import Transformer
 from model_config import TransformerConfig, build_config, count_params
@@ -277,6 +278,28 @@ def test_states_are_divided_over_the_shards_and_move_to_the_host() -> None:
     assert last.gradients == num_bytes / 4, "all gradients stand when the optimizer steps"
 
 
+def test_gradients_are_exchanged_within_a_node_and_where_that_rounds_no_more() -> None:
+    def exchanges(
+        shards: int = 8, replicas: int = 1, nodes: int = 1, num_bytes: tuple[int, int] = (2, 2)
+    ) -> bool:
+        return exchanges_gradients(shards, replicas=replicas, nodes=nodes, num_bytes=num_bytes)
+
+    assert exchanges() and exchanges(shards=2)
+    assert not exchanges(shards=1) and not exchanges(replicas=2) and not exchanges(nodes=2)
+    assert not any(exchanges(num_bytes=dtypes) for dtypes in ((4, 4), (4, 2), (2, 4)))
+    assert [nodes_of(gpus) for gpus in (1, 8, 9, 16)] == [1, 1, 2, 2]
+    planned = memory.setup_of(memory.FitConfig(139.8), 8, False, "full")
+    assert (
+        planned.exchanged
+        and not memory.setup_of(memory.FitConfig(139.8), 16, False, "full").exchanged
+    )
+
+
+# Its peak is at the reduction of the embedding.
+WIDE: dict[str, Any] = {"fsdp": True, "shards": 2, "checkpointing": "full"}
+WIDE |= {"config": build_config("all", 17, 131_072)}
+
+
 @pytest.mark.parametrize(
     ("more", "less"),
     [
@@ -291,6 +314,7 @@ def test_states_are_divided_over_the_shards_and_move_to_the_host() -> None:
         ({"batch_size": 2}, {}),
         ({"fsdp": True, "reshard_after_forward": False}, {"fsdp": True}),
         ({"fsdp": True, "shards": 2, "batch_size": 2}, {"fsdp": True, "shards": 4}),
+        (WIDE, WIDE | {"exchanged": True}),
     ],
 )
 def test_what_takes_more(more: dict[str, Any], less: dict[str, Any]) -> None:
