@@ -151,8 +151,9 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
 
 
 def _join_batches(rows: Sequence[Any], names: Sequence[str], own: Sequence[dict[str, Any]]) -> None:
-    """Name alike the batches that are the largest wherever they were trained at, if several.
+    """Name alike the batches that are the largest where they were trained at, if several.
 
+    Not of a batch that at more sizes is not: it has a line of its own.
     Decided among the runs of one configuration that differ in size and batch alone; a batch that
     none of them trained at, and that is out of memory, is one of them.
     """
@@ -165,12 +166,17 @@ def _join_batches(rows: Sequence[Any], names: Sequence[str], own: Sequence[dict[
         for row in trained:
             size = row.num_parameters
             largest[size] = max(row.batch_size, largest.get(size, 1))
-        usual = {r.batch_size for r in trained if r.batch_size != largest[r.num_parameters]} | {1}
-        labelled, tried = set(largest.values()) - usual, {row.batch_size for row in trained}
+        tops, tried = collections.Counter(largest.values()), {row.batch_size for row in trained}
+        sizes = collections.Counter(
+            b for _, b in {(r.num_parameters, r.batch_size) for r in trained}
+        )
+        labelled = {batch for batch, top in tops.items() if batch > 1 and 2 * top >= sizes[batch]}
         for n in group if len(labelled) > 1 else ():
             row = rows[n]
             is_new = row.status == OUT_OF_MEMORY and row.batch_size not in tried | {1}
-            if is_new or row.batch_size in labelled:
+            is_top = row.batch_size == largest.get(row.num_parameters, row.batch_size)
+            is_top |= row.status == OUT_OF_MEMORY
+            if is_new or (row.batch_size in labelled and is_top):
                 own[n]["batch_size"] = AS_LABELLED
 
 

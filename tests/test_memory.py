@@ -376,5 +376,8 @@ def test_full_speed_takes_room_for_the_gradients_of_fsdp() -> None:
     for setup, shards in ((one, 1), (two, 2)):
         more = memory.full_speed(setup) - predict(setup).total
         assert 0.8 < more / (2 * numel / shards) < 1.5, (setup, more / GIB)
+    # It ran at 120 rows with 0.15 GiB to spare, at 43 % of the speed without FSDP.
+    short = dataclasses.replace(one, config=build_config("all", 2, 131_072))
+    assert memory.largest_batch(short, int(139.8007 * GIB)) == 119
     away = big(fsdp=True, shards=2, cpu_offload=True)
     assert memory.full_speed(away) - predict(away).total < 3 * GIB

@@ -268,6 +268,19 @@ def test_a_batch_that_is_not_always_the_largest_keeps_its_line(
     }
 
 
+def test_one_batch_in_between_does_not_cut_the_line_of_the_largest(
+    write: Write, tmp_path: Path
+) -> None:
+    for factor, batches in ((2, (1, 16)), (4, (1, 8)), (6, (1, 4, 6)), (8, (1, 4))):
+        for batch in batches:
+            write([1.0, 1.0, 5.0], factor=factor, flags={"batch_size": batch})
+    assert batches_of(lines_of(tmp_path / "logs")[0]) == {
+        ("1 GPU, no FSDP", "batch 1"): [1, 1, 1, 1],
+        ("1 GPU, no FSDP", "batch 4"): [4],
+        ("1 GPU, no FSDP", "batch as labelled"): [16, 8, 6, 4],
+    }
+
+
 def test_batches_are_named_where_nothing_else_is_run(write: Write, tmp_path: Path) -> None:
     for factor, batch in ((2, 2), (2, 16), (4, 30)):
         write([1.0, 1.0, 5.0], factor=factor, flags={"batch_size": batch})
