@@ -36,7 +36,7 @@ CAPTION_FIELDS = ("device", "torch_version", "model_dtype", "compute_dtype", "se
                   "batch_size", "activation_checkpointing", "compiled")  # fmt: skip
 MAX_VARIANTS = 10  # in a legend
 MFU_TOLERANCE = 0.02
-CLOSE = 1.28  # sizes nearer than this factor have no room for two labels
+CLOSE = 0.045  # share of an axis in which there is no room for two factors
 MAX_TICKS = 6  # as many labels as half a figure has room for
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 FOUR = ("tokens_per_sec", "training_tokens_pct", "mfu", "tflops")
@@ -192,55 +192,82 @@ def draw_all(lines: Sequence[study.Line], runs: Sequence[RunLog], folder: Path) 
         return
     alone = {name: (name,) for name in LABELS}
     for file, names in {**alone, "training_metrics_comparison": FOUR}.items():
-        side, size = (1, (10, 5.6)) if len(names) == 1 else (2, (12, 8.4))
+        shape, size = ((1, 1), (10, 5.6)) if len(names) == 1 else ((2, 2), (12, 8.4))
+        if len(names) > 1 and len({line.strategy for line in lines}) > 1:
+            shape, size = (4, 1), (10, 14.4)  # beside each other there is room for one strategy
         figure = plt.figure(figsize=size, layout="constrained")
-        grid = figure.add_gridspec(side, side)
+        grid = figure.add_gridspec(*shape)
         for number, name in enumerate(names):
-            draw_panel(figure, grid[number], name, lines)
+            draw_metric(grid[number], name, lines)
         finish(figure, lines, READINGS.get(file, READING))
         save(figure, folder / file)
 
 
-def draw_panel(figure: plt.Figure, spec: Any, name: str, lines: Sequence[study.Line]) -> None:
-    """One metric against model size; under it a row of crosses for each line out of memory."""
+def draw_metric(spec: Any, name: str, lines: Sequence[study.Line]) -> None:
+    """One metric against model size, a panel for each strategy, over rows of crosses.
+
+    Each configuration and variant that was out of memory has a row, the same in all panels.
+    """
+    own: dict[str, list[study.Line]] = {}
+    for line in lines:
+        own.setdefault(line.strategy, []).append(line)
     failed = [line for line in lines if (line.points["status"] == study.OUT_OF_MEMORY).any()]
-    heights = [1, 0.055 * len(failed)] if failed else [1]
-    grid = spec.subgridspec(len(heights), 1, height_ratios=heights, hspace=0)
-    axes, *strip = grid.subplots(sharex=True, squeeze=False)[:, 0]
+    rows = list(dict.fromkeys((line.configuration, line.variant) for line in failed))
+    heights = [1, 0.08 * len(rows)] if rows else [1]
+    widths = [max(3, len(set(sizes_of(those)))) for those in own.values()]
+    grid = spec.subgridspec(len(heights), len(own), height_ratios=heights, width_ratios=widths,
+                            hspace=0, wspace=0.03)  # fmt: skip
+    panels, *strips = grid.subplots(sharex="col", sharey="row", squeeze=False)
+    for strip in (strip for row in strips for strip in row):
+        strip.set(ylim=(len(rows) - 0.4, -0.6), yticks=[(len(rows) - 1) / 2])
+        strip.set_yticklabels(["out of\nmemory"], fontsize=9)
+        strip.tick_params(left=False)
+        strip.grid(axis="y", visible=False)
+    for number, those in enumerate(own.values()):
+        draw_panel(panels[number], name, those, share=widths[number] / sum(widths))
+        for line in (line for line in failed if line.strategy == those[0].strategy):
+            draw_crosses(strips[0][number], line, rows.index((line.configuration, line.variant)))
+        panels[number].tick_params(which="both", bottom=not rows, left=number == 0)
+        (strips[0] if strips else panels)[number].set_xlabel("Parameters")
+    values = pd.concat([line.points for line in lines])
+    shown = values.loc[values["status"] != study.OUT_OF_MEMORY, name].dropna()
+    scale_values(panels[0], shown, is_log=name == "tokens_per_sec")
+    if name == "peak_memory":
+        draw_limits(panels, values)
+    panels[0].set_title(in_ranks(LABELS[name], values), loc="left", fontsize=13)
+
+
+def draw_panel(axes: plt.Axes, name: str, lines: Sequence[study.Line], *, share: float) -> None:
+    """The lines of one strategy; ``share``: of the width that one panel alone would have."""
     trained = [line.points.query(f"status != '{study.OUT_OF_MEMORY}'") for line in lines]
     drawn: list[Any] = [points[points[name].notna()] for points in trained]
     for line, points in zip(lines, drawn, strict=True):
         draw_line(axes, line, points, name)
-    for height, line in enumerate(failed):
-        draw_crosses(strip[0], line, height)
-    if failed:
-        strip[0].set(ylim=(len(failed) - 0.4, -0.6), yticks=[(len(failed) - 1) / 2])
-        strip[0].set_yticklabels(["out of\nmemory"], fontsize=9)
-        strip[0].tick_params(left=False)
-        strip[0].grid(axis="y", visible=False)
-        axes.tick_params(which="both", bottom=False)
-    values = pd.Series(np.concatenate([points[name] for points in drawn]))
     lacking = [one for one, t, d in zip(lines, trained, drawn, strict=True) if len(t) > len(d) == 0]
     if lacking:
-        tell_lacking(axes, lacking, name, is_empty=values.empty)
-    everything = pd.concat([line.points for line in lines])
-    scale_axes(axes, everything["num_parameters"], values, is_log=name == "tokens_per_sec")
-    name_factors(axes, everything)
-    if name == "peak_memory":
-        draw_limits(axes, everything)
-    (strip[0] if strip else axes).set_xlabel("Parameters")
-    axes.set_title(in_ranks(LABELS[name], everything), loc="left", fontsize=13)
+        is_empty = all(points.empty for points in drawn)
+        tell_lacking(axes, lacking, name, is_empty=is_empty, share=share)
+    scale_sizes(axes, sizes_of(lines), share)
+    name_factors(axes, pd.concat([line.points for line in lines]), lines[0].strategy, share)
 
 
-def tell_lacking(axes: plt.Axes, lines: Sequence[study.Line], name: str, *, is_empty: bool) -> None:
+def sizes_of(lines: Sequence[study.Line]) -> list[int]:
+    """Parameters of each point of some lines."""
+    return [size for line in lines for size in line.points["num_parameters"]]
+
+
+def tell_lacking(
+    axes: plt.Axes, lines: Sequence[study.Line], name: str, *, is_empty: bool, share: float
+) -> None:
     """Say which lines have no point here (where others have), and why."""
     text = f"not drawn: {REASONS.get(name, 'not logged')}"
     if not is_empty:
         names = [", ".join(filter(None, (line.configuration, line.variant))) for line in lines]
         text = f"{names[0] if len(names) == 1 else f'{len(names)} lines'} {text}"
     text = in_ranks(text, pd.concat([line.points for line in lines]))
-    axes.text(0.5, 0.5 if is_empty else 0.03, textwrap.fill(text, 52), transform=axes.transAxes,
-              ha="center", fontsize=9.5, color="0.35")  # fmt: skip
+    text = textwrap.fill(text, max(20, int(52 * share)))
+    axes.text(0.5, 0.5 if is_empty else 0.03, text, transform=axes.transAxes, ha="center",
+              fontsize=9.5, color="0.35")  # fmt: skip
 
 
 def draw_line(axes: plt.Axes, line: study.Line, points: pd.DataFrame, name: str) -> None:
@@ -285,21 +312,25 @@ def style(line: study.Line) -> tuple[Any, Any, Any]:
             DASHES[line.shape % len(DASHES)])  # fmt: skip
 
 
-def scale_axes(axes: plt.Axes, sizes: Any, values: pd.Series, *, is_log: bool) -> None:
-    """Log axes where the values span decades; else the vertical one begins at 0."""
+def scale_sizes(axes: plt.Axes, sizes: Any, share: float) -> None:
+    """A log axis where sizes span decades; ticks are at sizes, where their labels have room."""
     sizes = np.unique(sizes).astype(float)
     is_log_x = sizes[-1] > 4 * sizes[0]
     axes.set_xscale("log" if is_log_x else "linear")
     at = np.log(sizes) if is_log_x else sizes
-    shown = [0]  # ticks are at sizes, where there is room for their labels
+    shown = [0]
     for number, place in enumerate(at):
-        if place - at[shown[-1]] > (at[-1] - at[0]) / MAX_TICKS:
+        if place - at[shown[-1]] > (at[-1] - at[0]) / (MAX_TICKS * share):
             shown.append(number)
     axes.set_xticks(sizes[shown], [size_label(size) for size in sizes[shown]])
     axes.set_xticks([], minor=True)
-    margin = 0.06 * (at[-1] - at[0] or at[0])
+    margin = 0.06 / share * (at[-1] - at[0] or at[0])
     ends = np.array([at[0] - margin, at[-1] + margin])
     axes.set_xlim(*(np.exp(ends) if is_log_x else ends))
+
+
+def scale_values(axes: plt.Axes, values: pd.Series, *, is_log: bool) -> None:
+    """A log axis where values span decades; else one that begins at 0."""
     if values.empty:
         axes.set_yticks([])
     elif is_log and values.max() > 10 * values.min():
@@ -318,32 +349,33 @@ def size_label(size: float) -> str:
     return f"{value:.3g} {unit}".rstrip()
 
 
-def name_factors(axes: plt.Axes, points: pd.DataFrame) -> None:
-    """Above the axes, the factors of the strategy with the most sizes."""
-    sizes = points.drop_duplicates(["strategy", "num_parameters"])
-    strategy = sizes["strategy"].mode()[0]
-    shown, last = [], 0.0
-    for row in study.rows_of(sizes.sort_values("num_parameters")):
-        if row.strategy == strategy and row.num_parameters > CLOSE * last:
+def name_factors(axes: plt.Axes, points: pd.DataFrame, strategy: str, share: float) -> None:
+    """Above the axes, the strategy and its factors."""
+    sizes = points.drop_duplicates("num_parameters").sort_values("num_parameters")
+    smallest, largest = sizes["num_parameters"].min(), sizes["num_parameters"].max()
+    close, shown, last = (largest / smallest) ** (CLOSE / share), [], 0.0
+    for row in study.rows_of(sizes):
+        if row.num_parameters >= close * last:
             shown.append((row.num_parameters, row.factor))
             last = row.num_parameters
     top = axes.secondary_xaxis("top")
     top.set_xticks(*zip(*shown, strict=True), fontsize=9, color="0.35")
     top.set_xticks([], minor=True)
     top.tick_params(length=3, pad=1, color="0.35")
-    top.set_xlabel(f"scaling factor, strategy {strategy}", fontsize=9, color="0.35", loc="right")
+    top.set_xlabel(f"factor of {strategy}", fontsize=9, color="0.35", loc="right")
     top.spines["top"].set_visible(False)
 
 
-def draw_limits(axes: plt.Axes, points: pd.DataFrame) -> None:
+def draw_limits(panels: Sequence[plt.Axes], points: pd.DataFrame) -> None:
     """The memory of each device as a line, where the logs say how much it has."""
     limits = dict(zip(points["device"], points["device_memory_gib"], strict=True))
     for device, gib in limits.items():
         if np.isnan(gib):
             continue
-        axes.set_ylim(top=max(axes.get_ylim()[1], 1.12 * gib))
-        axes.axhline(gib, color="0.25", linestyle="--", linewidth=1.4)
-        axes.annotate(f"{device}: {gib:.0f} GiB", (0.01, gib), (0, 4), fontsize=9.5,
+        panels[0].set_ylim(top=max(panels[0].get_ylim()[1], 1.12 * gib))
+        for axes in panels:
+            axes.axhline(gib, color="0.25", linestyle="--", linewidth=1.4)
+        panels[0].annotate(f"{device}: {gib:.0f} GiB", (0.01, gib), (0, 4), fontsize=9.5,
                       xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip
 
 
@@ -354,7 +386,7 @@ def finish(figure: plt.Figure, lines: Sequence[study.Line], reading: str) -> Non
     if len(shapes := {line.variant: style(line)[1:] for line in lines}) > 1:
         handles += [
             Line2D([], [], color="0.3", marker=marker, linestyle=dash,
-                   label=textwrap.fill(variant or "otherwise", 32, max_lines=2, placeholder=" …"))
+                   label=textwrap.fill(variant or "otherwise", 44, max_lines=2, placeholder=" …"))
             for variant, (marker, dash) in list(shapes.items())[:MAX_VARIANTS]
         ]  # fmt: skip
     if len(shapes) > MAX_VARIANTS:
@@ -368,7 +400,7 @@ def finish(figure: plt.Figure, lines: Sequence[study.Line], reading: str) -> Non
                    markerfacecolor="white", markeredgewidth=1.8)
         for mark, (text, seen) in marks.items() if seen
     ]  # fmt: skip
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
+    figure.legend(handles=handles, loc="outside upper left", ncols=3, frameon=False, fontsize=10)
     own = [study.settings_of(row) for row in study.rows_of(points)]
     add_caption(figure, own, in_ranks(reading, points))
 

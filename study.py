@@ -38,6 +38,7 @@ class Line:
     """Runs that one line joins: a row per size in ``points``."""
 
     configuration: str  # GPUs, FSDP or not
+    strategy: str  # each has a panel of its own
     variant: str  # all else that tells it apart
     hue: int  # number of the configuration
     shape: int  # number of the variant
@@ -139,14 +140,15 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
     names = [configuration_of(row) for row in rows]
     own = [settings_of(row) for row in rows]
     _join_batches(rows, names, own)
-    telling = telling_settings(own, names)
+    telling = [field for field in telling_settings(own, names) if field != "strategy"]
     variants = [variant_of(fields, telling) for fields in own]
     hues, shapes = list(dict.fromkeys(names)), list(dict.fromkeys(variants))
     ordered = points.loc[[row.Index for row in rows]].assign(name=names, variant=variants)
     return [
-        Line(name, variant, hues.index(name), shapes.index(variant),
+        Line(name, strategy, variant, hues.index(name), shapes.index(variant),
              own_points.sort_values(["num_parameters", "batch_size"]))
-        for (name, variant), own_points in ordered.groupby(["name", "variant"], sort=False)
+        for (name, strategy, variant), own_points
+        in ordered.groupby(["name", "strategy", "variant"], sort=False)
     ]  # fmt: skip
 
 

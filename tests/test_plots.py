@@ -93,7 +93,11 @@ def lines_of(
     runs, _ = load_runs(folder)
     points, left_out = drawn_points(runs_table(config, runs), mfu)
     lines = split_lines(points)
-    found = {(line.configuration, line.variant): line for line in lines}
+    several = len({line.strategy for line in lines}) > 1
+    found = {}
+    for line in lines:
+        words = filter(None, [f"strategy {line.strategy}" * several, line.variant])
+        found[line.configuration, ", ".join(words)] = line
     assert len(found) == len(lines)
     assert sum(len(line.points) for line in lines) == len(points)
     return found, left_out
@@ -461,7 +465,7 @@ def axes_of(name: str, folder: Path) -> Any:
     """Axes of one figure of the logs in a folder."""
     figure = plt.figure(layout="constrained")
     lines, _ = lines_of(folder)
-    plots.draw_panel(figure, figure.add_gridspec(1, 1)[0], name, list(lines.values()))
+    plots.draw_metric(figure.add_gridspec(1, 1)[0], name, list(lines.values()))
     return figure.axes[0]
 
 
