@@ -64,9 +64,9 @@ def at_batch_1(points: Sequence[Any]) -> list[Any]:
 
 
 def _one_each(rows: list[Any]) -> list[Any]:
-    # Kernels that were launched otherwise than by default count where nothing else was run.
-    usual = {(*_key(row), row.batch_size) for row in rows if not row.launched}
-    rows = [row for row in rows if not row.launched or (*_key(row), row.batch_size) not in usual]
+    # What was run otherwise than by default counts where nothing else was run.
+    usual = {(*_key(row), row.batch_size) for row in rows if not _way(row)}
+    rows = [row for row in rows if not _way(row) or (*_key(row), row.batch_size) not in usual]
     keys = [(*_key(row), row.batch_size) for row in rows]
     if twice := {key for key in keys if keys.count(key) > 1}:
         names = "strategy {}, factor {}, FSDP {}, GPUs {}, batch {}".format(*sorted(twice)[0])
@@ -97,6 +97,12 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
         ]
         for row in sorted(_one_each(larger), key=lambda row: (*_key(row), row.batch_size))
     ]  # fmt: skip
+
+
+def _way(row: Any) -> str:
+    """How it was run otherwise than by default, in words."""
+    kept = study.settings_of(row).get("reshard_after_forward") is False
+    return ", ".join(filter(None, (row.launched, "`--no-reshard-after-forward`" * kept)))
 
 
 def _key(row: Any, gpus: int | None = None) -> tuple[str, int, bool, int]:
@@ -217,7 +223,7 @@ def _shares(pairs: Sequence[tuple[Any, Any]]) -> dict[tuple, float]:
 def several_pairs(points: Sequence[Any], published: Path) -> list[tuple[Any, Any]]:
     """`_held` of the points on several GPUs: by one of them, else by a speed of train.py."""
     several = [row for row in points if row.gpus > 1]
-    several.sort(key=lambda row: (*_key(row), row.batch_size, row.launched))
+    several.sort(key=lambda row: (*_key(row), row.batch_size, _way(row)))
     return _held(several, [*points, *read_points(load_published(published / "h200" / "bench"))])
 
 
@@ -228,7 +234,7 @@ def several_rows(pairs: Sequence[tuple[Any, Any]]) -> list[list[str]]:
         alone = base.speed if base else math.nan
         cells.append([
             f"`{row.strategy}` {row.factor}", f"{row.gpus}{_repeats(row)}", str(row.batch_size),
-            row.launched or "by default", as_text(row.speed, ",.0f"), as_text(row.mfu_pct, ".2f"),
+            _way(row) or "by default", as_text(row.speed, ",.0f"), as_text(row.mfu_pct, ".2f"),
             as_text(alone, ",.0f") + (_repeats(base) if base else ""),
             as_text(100 * row.speed / alone, ".1f"), as_text(row.peak_gib, ".1f"),
         ])  # fmt: skip
@@ -300,7 +306,9 @@ def cost_summary(published: Path) -> dict[str, Any]:
     several = "" if any(row.gpus > 1 for row in points) else " Several GPUs are not measured yet."
     if pairs:
         row, base = max(pairs, key=lambda pair: pair[0].speed / pair[1].speed)
-        several = " " + told("answers: several", row=row, share=100 * row.speed / base.speed)
+        way = f" with {_way(row)}" * bool(_way(row))
+        share = 100 * row.speed / base.speed
+        several = " " + told("answers: several", row=row, share=share, way=way)
     return {
         "row": max(alone, key=lambda row: row.mfu_pct), "low": low, "high": high, "least": least,
         "most": most, "several": several,

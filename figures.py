@@ -215,8 +215,9 @@ class ParitySeries:
         if not self.comparisons:
             return f"no series on {self.where} is published yet (LOG.md has what was tried)"
         verdicts = [each.verdict for _, each in self.comparisons]
-        is_one = {facts(run).gpus for run in self.runs} == {1}
-        one = ", all on one rank, which shards nothing" * is_one
+        num_one = sum(facts(run).gpus == 1 for run in self.runs if facts(run).fsdp)
+        of_them = "all" if num_one == len(verdicts) else f"{num_one} of them"
+        one = f", {of_them} on one rank, which shards nothing" * (num_one > 0)
         return f"{verdicts.count('equal')} of {len(verdicts)} on {self.where}{one}"
 
 

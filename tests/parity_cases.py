@@ -62,6 +62,7 @@ CASES = {
     "compile_selective": Case(compile=True, checkpointing="selective"),
     "reduced": Case(dtype=torch.bfloat16),
     "exchanged": Case(dtype=torch.bfloat16, exchange=True),
+    "offloaded": Case(dtype=torch.bfloat16, exchange=True, cpu_offload=True),
     "reduced_accumulation": Case(dtype=torch.bfloat16, accumulation=2),
     "exchanged_accumulation": Case(dtype=torch.bfloat16, accumulation=2, exchange=True),
     "same_rows": Case(fault="same_rows"),

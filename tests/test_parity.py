@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 RANKS = {
     2: "plain accumulation no_reshard cpu_offload checkpointing empty_rank".split()
     + "selective compile compile_full compile_selective".split()
-    + "reduced exchanged reduced_accumulation exchanged_accumulation".split()
+    + "reduced exchanged offloaded reduced_accumulation exchanged_accumulation".split()
     + "same_rows mean_of_means local_clipping".split(),
     3: ["plain"],
     4: "plain accumulation replicas checkpointing cpu_offload reduced exchanged".split(),
@@ -110,6 +110,13 @@ def test_exchanged_gradients_are_those_of_a_reduction_in_fp32(results: Any, more
         assert torch.equal(exchanged["gradients"][key], value), key
         assert torch.equal(exchanged["final"][key], reduced["final"][key]), key
     assert exchanged["losses"] == reduced["losses"]
+
+
+def test_offloaded_gradients_and_updates_are_those_on_the_device(results: Any) -> None:
+    here, away = (results[2][name] for name in ("exchanged", "offloaded"))
+    for key, value in here["gradients"].items():
+        assert torch.equal(away["gradients"][key], value), key
+        assert torch.equal(away["final"][key], here["final"][key]), key
 
 
 def test_exchanged_gradients_of_four_ranks_are_rounded_once(results: Any) -> None:
