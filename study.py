@@ -5,6 +5,7 @@ tells them apart; repeats of one configuration are pooled and counted.
 """
 
 import collections
+import itertools
 import json
 import statistics
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,9 @@ WORDS = {
     "replicas": "replicas {}", "peak_tflops": "peak {:g} TFLOP/s",
     "torch_version": "torch {}", "launched": "{}",
 }  # fmt: skip
+FSDP_DEFAULTS = {"reshard_after_forward": True, "cpu_offload": False}
+FLAG_WORDS = {"reshard_after_forward": ("no reshard", "reshard"),
+              "cpu_offload": ("no CPU offload", "CPU offload")}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
     rows = sorted(rows_of(points), key=lambda row: (row.fsdp, row.gpus, row.strategy))
     names = [configuration_of(row) for row in rows]
     own = [settings_of(row) for row in rows]
+    _leave_defaults(names, own)
     _join_batches(rows, names, own)
     telling = [field for field in telling_settings(own, names) if field != "strategy"]
     variants = [variant_of(fields, telling) for fields in own]
@@ -150,6 +155,15 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
         for (name, strategy, variant), own_points
         in ordered.groupby(["name", "strategy", "variant"], sort=False)
     ]  # fmt: skip
+
+
+def _leave_defaults(names: Sequence[str], own: Sequence[dict[str, Any]]) -> None:
+    """Take from the settings what FSDP does by default, where all of a configuration tell it."""
+    for name, (flag, value) in itertools.product(set(names), FSDP_DEFAULTS.items()):
+        those = [fields for fields, other in zip(own, names, strict=True) if other == name]
+        if all(flag in fields for fields in those):
+            for fields in (fields for fields in those if fields[flag] is value):
+                del fields[flag]
 
 
 def _join_batches(rows: Sequence[Any], names: Sequence[str], own: Sequence[dict[str, Any]]) -> None:
@@ -209,7 +223,7 @@ def variant_of(own: dict[str, Any], telling: Iterable[str]) -> str:
         if value is None:
             words.append(f"{name} not logged")
         elif isinstance(value, bool):
-            words.append(name if value else f"not {name}")
+            words.append(FLAG_WORDS.get(field, (f"not {name}", name))[value])
         else:
             words.append(WORDS.get(field, f"{name} {{}}").format(value))
     return ", ".join(filter(None, words))

@@ -321,6 +321,20 @@ def test_one_colour_per_configuration(write: Write, tmp_path: Path) -> None:
     assert len(lines) == 6
 
 
+def test_what_fsdp_does_by_default_needs_no_words(write: Write, tmp_path: Path) -> None:
+    sharding = {"cpu_offload": False, "reshard_after_forward": True}
+    write([1.0, 1.0, 9.0])
+    for gpus, changes in ((1, {}), (2, {}), (2, {"reshard_after_forward": False})):
+        write([1.0, 1.0, 5.0], flags=sharding | changes, world_size=gpus, **SHARDED)
+    write([1.0, 1.0, 5.0], flags=sharding | {"cpu_offload": True}, world_size=4, **SHARDED)
+    write([1.0, 1.0, 5.0], world_size=4, **SHARDED)
+    assert list(lines_of(tmp_path / "logs")[0]) == [
+        ("1 GPU, no FSDP", ""), ("1 GPU, FSDP", ""), ("2 GPUs, FSDP", ""),
+        ("2 GPUs, FSDP", "no reshard"), ("4 GPUs, FSDP", "reshard, CPU offload"),
+        ("4 GPUs, FSDP", ""),
+    ]  # fmt: skip
+
+
 def test_efficiency_is_against_the_same_size_and_batch(write: Write, tmp_path: Path) -> None:
     for batch, speed in ((1, 200.0), (8, 400.0)):
         write([1.0, 1.0, speed], flags={"batch_size": batch})
