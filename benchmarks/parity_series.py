@@ -115,7 +115,7 @@ SERIES = {
         Group("fp32 ragged", f"{CPU_FLAGS} --model-dtype fp32 --no-packing "
               "--dataset tests/data/ragged.parquet", ("2 ranks", "4 ranks")),
         Group("bf16", f"{CPU_FLAGS} --model-dtype bf16 --compute-dtype bf16",
-              ("2 ranks", "4 ranks, replicas 2")),
+              ("2 ranks", "4 ranks", "4 ranks, replicas 2")),
     ),
     "one-gpu": (
         Group(*ALL_8_BF16, ("1 rank",)),
