@@ -65,8 +65,10 @@ def at_batch_1(points: Sequence[Any]) -> list[Any]:
 
 def _one_each(rows: list[Any]) -> list[Any]:
     # What was run otherwise than by default counts where nothing else was run.
-    usual = {(*_key(row), row.batch_size) for row in rows if not _way(row)}
-    rows = [row for row in rows if not _way(row) or (*_key(row), row.batch_size) not in usual]
+    usual = {(*_key(row), row.batch_size) for row in rows if not study.ways_of(row)}
+    rows = [
+        row for row in rows if not study.ways_of(row) or (*_key(row), row.batch_size) not in usual
+    ]
     keys = [(*_key(row), row.batch_size) for row in rows]
     if twice := {key for key in keys if keys.count(key) > 1}:
         names = "strategy {}, factor {}, FSDP {}, GPUs {}, batch {}".format(*sorted(twice)[0])
@@ -97,12 +99,6 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
         ]
         for row in sorted(_one_each(larger), key=lambda row: (*_key(row), row.batch_size))
     ]  # fmt: skip
-
-
-def _way(row: Any) -> str:
-    """How it was run otherwise than by default, in words."""
-    kept = study.settings_of(row).get("reshard_after_forward") is False
-    return ", ".join(filter(None, (row.launched, "`--no-reshard-after-forward`" * kept)))
 
 
 def _key(row: Any, gpus: int | None = None) -> tuple[str, int, bool, int]:
@@ -223,7 +219,7 @@ def _shares(pairs: Sequence[tuple[Any, Any]]) -> dict[tuple, float]:
 def several_pairs(points: Sequence[Any], published: Path) -> list[tuple[Any, Any]]:
     """`_held` of the points on several GPUs: by one of them, else by a speed of train.py."""
     several = [row for row in points if row.gpus > 1]
-    several.sort(key=lambda row: (*_key(row), row.batch_size, _way(row)))
+    several.sort(key=lambda row: (*_key(row), row.batch_size, study.ways_of(row)))
     return _held(several, [*points, *read_points(load_published(published / "h200" / "bench"))])
 
 
@@ -234,7 +230,8 @@ def several_rows(pairs: Sequence[tuple[Any, Any]]) -> list[list[str]]:
         alone = base.speed if base else math.nan
         cells.append([
             f"`{row.strategy}` {row.factor}", f"{row.gpus}{_repeats(row)}", str(row.batch_size),
-            _way(row) or "by default", as_text(row.speed, ",.0f"), as_text(row.mfu_pct, ".2f"),
+            study.ways_of(row) or "by default", as_text(row.speed, ",.0f"),
+            as_text(row.mfu_pct, ".2f"),
             as_text(alone, ",.0f") + (_repeats(base) if base else ""),
             as_text(100 * row.speed / alone, ".1f"), as_text(row.peak_gib, ".1f"),
         ])  # fmt: skip
@@ -306,9 +303,11 @@ def cost_summary(published: Path) -> dict[str, Any]:
     several = "" if any(row.gpus > 1 for row in points) else " Several GPUs are not measured yet."
     if pairs:
         row, base = max(pairs, key=lambda pair: pair[0].speed / pair[1].speed)
-        way = f" with {_way(row)}" * bool(_way(row))
-        share = 100 * row.speed / base.speed
-        several = " " + told("answers: several", row=row, share=share, way=way)
+        way = f" with {study.ways_of(row)}" * bool(study.ways_of(row))
+        usual = [pair for pair in pairs if not study.ways_of(pair[0])]
+        share, *shares = (100 * one.speed / other.speed for one, other in ((row, base), *usual))
+        several = " " + told("answers: several", row=row, share=share, way=way,
+                             usual=_span(shares or [share]))  # fmt: skip
     return {
         "row": max(alone, key=lambda row: row.mfu_pct), "low": low, "high": high, "least": least,
         "most": most, "several": several,
@@ -320,12 +319,13 @@ def breakdown_rows(profiled: Sequence[tuple[Any, RunLog]]) -> list[list[str]]:
     cells = []
     for row, run in profiled:
         record = run.breakdowns[-1]
-        shares = shares_of_step(record, study.quiet_step_s(run))
+        step_s = study.quiet_step_s(run) or record["wall_s_per_step"]
+        shares = shares_of_step(record, step_s)
         cells.append([
             f"`{row.strategy}` {row.factor}",
             ", ".join(filter(None, (study.configuration_of(row), row.launched))),
             str(row.batch_size),
-            *(f"{100 * share:.1f}" for share in shares.values()),
+            *(f"{100 * share:.1f}" for share in shares.values()), f"{1e3 * step_s:.1f}",
             f"{record['num_kernels_per_step']:,.0f}", Path(row.log).name,
         ])  # fmt: skip
     return cells

@@ -29,7 +29,15 @@ from link_report import FIGURE, link_section, plot_projection
 from loss_figure import plot_comparison
 from memory import MODEL_VOCAB_SIZE
 from model_config import ScalingStrategy, build_config, count_params
-from parity import TABLE_HEAD, Comparison, compare, format_row, mismatches
+from parity import (
+    FACTOR,
+    MIN_MOVED_SHARE,
+    TABLE_HEAD,
+    Comparison,
+    compare,
+    format_row,
+    mismatches,
+)
 from run_log import RunLog, blaming, read_run, read_runs
 from tables import as_text, markdown_table, told, told_tables
 
@@ -43,7 +51,7 @@ WHAT_FITS_FIGURE = Path("plots/published/what_fits.png")
 
 @dataclass(frozen=True)
 class FiguresConfig:
-    """Flags of this script."""
+    """Rewrite README's tables, and the figures around them, from the published logs."""
 
     check: bool = False
     """Change nothing; exit with status 1 when a block is stale."""
@@ -146,6 +154,7 @@ def checkpoint_costs(folder: Path) -> dict[str, Any]:
         "first_step_anew_s": anew["until first step"], "compile_anew_s": anew["compile"],
         "first_step_resumed_s": again["until first step"], "compile_resumed_s": again["compile"],
         "restore_s": again["restore"], "setup_s": setup["restore"],
+        "first_step_saving_s": setup["until first step"], "data_saving_s": setup["data"],
     }  # fmt: skip
 
 
@@ -215,10 +224,11 @@ class ParitySeries:
         if not self.comparisons:
             return f"no series on {self.where} is published yet (LOG.md has what was tried)"
         verdicts = [each.verdict for _, each in self.comparisons]
-        num_one = sum(facts(run).gpus == 1 for run in self.runs if facts(run).fsdp)
-        of_them = "all" if num_one == len(verdicts) else f"{num_one} of them"
-        one = f", {of_them} on one rank, which shards nothing" * (num_one > 0)
-        return f"{verdicts.count('equal')} of {len(verdicts)} on {self.where}{one}"
+        each = (facts(run) for run in self.runs)
+        num_whole = sum(what.gpus == what.replicas for what in each if what.fsdp)
+        of_them = "all" if num_whole == len(verdicts) else f"{num_whole} of them"
+        whole = f", {of_them} with the whole model on each rank" * (num_whole > 0)
+        return f"{verdicts.count('equal')} of {len(verdicts)} on {self.where}{whole}"
 
 
 def parity_series(published: Path) -> tuple[ParitySeries, ParitySeries]:
@@ -260,12 +270,29 @@ def _gpu_parity(series: ParitySeries) -> str:
     if not series.comparisons:
         return ""
     runs = [run for run in series.runs if facts(run).fsdp]
-    where = "two-gpus" if any(facts(run).gpus > 1 for run in runs) else "one-gpu"
+    sizes = {facts(run).gpus for run in runs}
+    where = "` and `".join(f"--where {name}-gpu{'s' * (n > 1)}" for n, name in
+                           ((1, "one"), (2, "two")) if n in sizes)  # fmt: skip
     moved = [each.moved_share for name, each in series.comparisons if "bf16" in name]
-    least = min((share for share in moved if share is not None), default=math.nan)
-    words = told("parity: GPUs", devices=_devices(runs), series=where, moved_pct=100 * least,
+    known = [share for share in moved if share is not None] or [math.nan]
+    words = told("parity: GPUs", devices=_devices(runs), series=where, moved_pct=100 * min(known),
+                 most_pct=100 * max(known), enough_pct=100 * MIN_MOVED_SHARE,
+                 unequal="".join(_unequal(*each) for each in series.comparisons),
                  commits=_commits(runs), figure=LOSS_FIGURE)  # fmt: skip
     return f"{words}\n\n{parity_table(series.comparisons)}\n\n"
+
+
+def _unequal(name: str, found: Comparison) -> str:
+    """What of a run is outside the limit, as a sentence; empty of one that is equal."""
+    outside = {
+        kind: sum(gap.ratio > FACTOR for gap in gaps)
+        for kind, gaps in (("losses", found.losses), ("norms", found.grad_norms),
+                           ("weights", found.weights[1:]))
+    }  # fmt: skip
+    if found.verdict == "equal":
+        return ""
+    return " " + told("parity: unequal", run=name, num_steps=len(found.losses),
+                      num_weights=len(found.weights[1:]), **outside)  # fmt: skip
 
 
 def _devices(runs: Sequence[RunLog]) -> str:
@@ -358,8 +385,8 @@ def main(config: FiguresConfig) -> None:
     if stale:
         config.readme.write_text(text, encoding="utf-8")
     for name, comparison in parity_comparisons(config.published / "h200" / "parity"):
-        if name.startswith("`all` 8 bf16, 1 ×"):
-            what = f"{name.replace('`', '')}: FSDP against no FSDP"
+        if name == "`all` 8 bf16, 2 × 4, full checkpointing":
+            what = "all 8 in bf16: FSDP over two GPUs against no FSDP"
             plot_comparison(comparison, config.readme.parent / LOSS_FIGURE, what)
             break
     plot_projection(config.published / "h200" / "links", config.readme.parent / FIGURE)

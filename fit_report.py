@@ -215,8 +215,8 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     reason += "\nto 16 GPUs: it kept all activations, which more GPUs do not divide"
     axes.annotate(reason, (GPUS[-1], wall), (0, -4), textcoords="offset points", ha="right",
                   va="top", color="firebrick", fontsize=9)  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="Largest trainable parameters")
-    axes.set_title("The largest “all” that trains (bf16, AdamW, a row of 4096 tokens a GPU)")
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="Parameters of the largest model")
+    axes.set_title("The largest model “all” that trains (bf16, AdamW, a row of 4096 tokens a GPU)")
     axes.set_xticks(GPUS, [str(gpus) for gpus in GPUS], minor=False)
     axes.legend(title=f"{device_gib:.0f} GiB a GPU; lines predicted")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ READINGS = {
 
 @dataclass(frozen=True)
 class PlotsConfig:
-    """Flags of this script."""
+    """Turn all job logs in a folder into one table of runs, and figures against model size."""
 
     logs: Path = Path("logs")
     """Folder that is searched for job logs (*.out, *.log), with all folders in it."""
@@ -151,7 +151,7 @@ def _row(row: Any) -> list[str]:
         " to ".join(as_text(value, ",.0f") for value in quartiles),
         *(as_text(value, ",.2f") for value in (
             row.tokens_per_s, row.training_tokens_pct, row.mfu_pct, row.mfu_pct_as_logged,
-            row.tflops, row.peak_gib)),
+            row.tflops, row.peak_gib)), study.ways_of(row),
         text(row.device), text(row.torch_version), text(row.commit),
     ]  # fmt: skip
 

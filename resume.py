@@ -21,7 +21,7 @@ from job import Job
 from model import Transformer
 from optimizer import local_tensor, make_moments
 from train_config import run_identity
-from utils import GIB, random_state, set_random_state, synchronize, warn
+from utils import GIB, keep_from_forks, random_state, set_random_state, synchronize, warn
 from weights import init_weights
 
 
@@ -80,6 +80,7 @@ class Checkpoints:
                 self._begin_anew()
             if self._pin:
                 self._copy_to_host(training_state(self.model, self.optimizer))
+                keep_from_forks(self._host.values())  # data workers are forks
         if found is None:
             return None
         return [(document, offset) for document, offset in found.progress.positions]

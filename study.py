@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import pool, table
+from analysis import SKIP_STEPS, pool, table
 from run_log import RunLog
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -52,6 +52,15 @@ class Line:
     def has_own_batches(self) -> bool:
         """Whether the batch is another at each size, so that a point must say it."""
         return AS_LABELLED in self.variant or self.points["batch_size"].nunique() > 1
+
+
+def ways_of(row: Any) -> str:
+    """How a run of the table was launched and sharded otherwise than by default, in words."""
+    flags = json.loads(row.other_flags)
+    words = {"`--no-reshard-after-forward`": flags.get("reshard_after_forward") is False,
+             "`--cpu-offload`": flags.get("cpu_offload") is True,
+             f"`--replicas {row.replicas}`": row.replicas > 1}  # fmt: skip
+    return ", ".join(filter(None, [row.launched, *(flag for flag, on in words.items() if on)]))
 
 
 def rows_of(frame: Any) -> list[Any]:
@@ -236,12 +245,17 @@ def profiled_runs(runs: Sequence[RunLog]) -> list[tuple[Any, RunLog]]:
 
 
 def quiet_step_s(run: RunLog) -> float | None:
-    """Median seconds of a step over the log lines that hold no profiled step; None without any."""
-    record, times, last = run.breakdowns[-1], [], 0
+    """Median seconds of a step over the log lines that hold no profiled step; None without any.
+
+    Those after the warm-up; of a run that ends before it, all but the first step.
+    """
+    record, last = run.breakdowns[-1], 0
+    times: dict[bool, list[float]] = {True: [], False: []}
     profile_end = record["first_step"] + record["num_steps"] - 1
     for step in run.steps:
         is_quiet = step.step < record["first_step"] or last > profile_end
         if step.step > 1 and is_quiet and step.step_s:
-            times.append(step.step_s)
+            times[last >= SKIP_STEPS].append(step.step_s)
         last = step.step
-    return statistics.median(times) if times else None
+    found = times[True] or times[False]
+    return statistics.median(found) if found else None

@@ -16,11 +16,12 @@ from distributed import World
 from job import Job, Meter, Profiler
 from job import running_job as running_job  # for the scripts
 from model import Transformer
+from optimizer import local_tensor
 from resume import Checkpoints
 from step import build_step, learning_rate
 from train_config import FSDPTrainConfig as FSDPTrainConfig
 from train_config import Inputs, TrainConfig, describe_plan, open_inputs
-from utils import DTYPES, make_deterministic, seed_everything
+from utils import DTYPES, keep_from_forks, make_deterministic, seed_everything
 from weights import digest_weights, init_weights
 
 STEPS_PER_COLLECTION = 100
@@ -66,6 +67,8 @@ def materialize(model: Transformer, config: TrainConfig, world: World) -> None:
     model.to_empty(device="cpu" if on_host else world.device)
     model.build_rope_tables(world.device)
     init_weights(model, seed=config.set_seed, device=world.device, init_std=model.init_std)
+    if on_host and world.device.type == "cuda":  # page-locked; data workers are forks
+        keep_from_forks(local_tensor(parameter) for parameter in model.parameters())
 
 
 def train(model: Transformer, job: Job) -> None:

@@ -25,7 +25,7 @@ SAVE_AT = 60  # also a save at the end, which the last run resumes from
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Flags of this script."""
+    """Measure what a checkpoint costs on this GPU."""
 
     output_dir: Path = Path("logs/bench_checkpoint")
     """Folder of the logs and results."""

@@ -32,7 +32,7 @@ STATES = "gpu_states.json"
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Flags of this script."""
+    """Measure the speed of train.py on this GPU."""
 
     output_dir: Path = Path("logs/bench_gpu")
     """Folder of the logs and results."""

@@ -50,7 +50,7 @@ TINY_FLAGS = "--tokenizer-name-or-path tests/data/tokenizer.json --sequence-leng
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Flags of this script."""
+    """Measure what the link between two GPUs costs."""
 
     output_dir: Path | None = None
     """Folder of the logs (default: logs/bench_links, or logs/bench_links_tiny)."""

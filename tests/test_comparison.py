@@ -182,7 +182,11 @@ def test_several_gpus_are_held_against_one_without_fsdp(write: Write, tmp_path: 
     assert row_of(text, "`all` 8", "2", "4", "by default")[6:8] == ["24,000", "75.0"]
     assert row_of(text, "`all` 9", "2", "4", "by default")[6:8] == ["n/a", "n/a"]
     several = cost_summary(tmp_path / "logs")["several"]
-    assert "up to 75 % of one GPU without it (`all` 8 at batch 1: 15,000 tokens/s" in several
+    assert "leaves 75 % of one GPU without it by default, and up to 75 % (`all` 8 at" in several
+    write([1.0, 1.0, 19_000.0], name=f"{H200}8_kept.out", factor=8, **two,
+          flags={"reshard_after_forward": False})  # fmt: skip
+    several = cost_summary(tmp_path / "logs")["several"]
+    assert "by default, and up to 95 % (`all` 8 at batch 1 with `--no-reshard" in several
     # What was launched otherwise, or has other settings, or no speed, is nobody's base.
     write([1.0, 1.0, 10.0], name=f"{H200}8_slow.out", factor=8, flags=off)
     flags = {"compile": False, "batch_size": 4}
@@ -235,8 +239,8 @@ def test_profiled_runs_explain(write: Write, tmp_path: Path) -> None:
     write([2048.0] * 3, name=name, flags=flags, breakdown=shares(matmuls=1.5))
     text = scaling_section(tmp_path / "logs")
     row = row_of(text, "`all` 2", "1 GPU, no FSDP", "1")
-    assert row[3:] == ["0.0", "0.0", "75.0", "0.0", "0.0", "0.0", "0.0", "25.0", "1,234",
-                       "profile.out"]  # fmt: skip
+    assert row[3:] == ["0.0", "0.0", "75.0", "0.0", "0.0", "0.0", "0.0", "25.0",
+                       "2000.0", "1,234", "profile.out"]  # fmt: skip
 
 
 def test_nothing_before_there_are_logs(write: Write, tmp_path: Path) -> None:

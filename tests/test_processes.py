@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import checkpoint
 import processes
 from processes import LOCK_NAME, lock_folder
+from utils import keep_from_forks
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW_S = 300
@@ -163,3 +164,23 @@ def test_nothing_is_saved_where_another_took_over(tmp_path: Path) -> None:
     taker.communicate(timeout=SLOW_S)
     save(folder, 4)  # it has ended
     assert [path.name for path in checkpoint.list_steps(folder)] == ["step-00000004"]
+
+
+def test_memory_that_is_kept_from_forks_is_not_in_them() -> None:
+    def size_in_fork() -> int:
+        """Bytes of private memory that a fork of this process has."""
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(write, Path("/proc/self/statm").read_bytes())
+            os._exit(0)
+        os.close(write)
+        assert os.waitpid(child, 0)[1] == 0
+        with open(read, "rb") as pipe:
+            return int(pipe.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+    odd, large = torch.ones(3), torch.ones(2**26)  # 256 MiB
+    before = size_in_fork()
+    keep_from_forks([odd, large])
+    gone = before - size_in_fork()
+    assert abs(gone - large.nbytes) < 2**20
+    assert large.sum() == 2**26 and odd.sum() == 3, "it is still here"
