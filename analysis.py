@@ -124,7 +124,9 @@ def facts(run: RunLog) -> RunFacts:
         own = _NO_COST.union(_FACTS, ("scaling_strategy", "scaling_factor", "compile",
                                      "cuda_graph"))  # fmt: skip
         # What older logs lack is told where it is so.
-        costly = flags | {k: True for k in ("gradients_exchanged",) if record.get(k)}
+        if (exchanged := record.get("gradients_exchanged")) not in (True, False, None):
+            raise ValueError(f"gradients_exchanged is {exchanged!r}")
+        costly = flags | ({"gradients_exchanged": True} if exchanged else {})
         return RunFacts(
             **{name: record[name] for name in ("fsdp", "replicas", "global_batch", "device")},
             **{name: flags[name] for name in _SAME_FLAGS},
@@ -210,7 +212,8 @@ def _averaged_steps(run: RunLog, skip_steps: int) -> list[StepRecord]:
     def attempt(record: dict[str, Any]) -> tuple[int, list[Any]]:
         flags = record.get("config") or {}
         shape = [flags.get(name) for name in ("batch_size", "grad_accumulation_steps", "replicas")]
-        same = [record.get("world_size"), record.get("cuda_graph"), *shape]
+        names = ("world_size", "num_nodes", "cuda_graph", "gradients_exchanged")
+        same = [*(record.get(name) or False for name in names), *shape]
         return record.get("resumed_from_step") or 0, same
 
     attempts = [attempt(record) for record in run.runs] or [(0, [])]

@@ -93,7 +93,7 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
     return [
         [
             f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
-            "yes" if row.fsdp else "no", f"{row.gpus}{_repeats(row)}", str(row.batch_size),
+            "yes" if row.fsdp else "no", _gpus(row), str(row.batch_size),
             as_text(row.speed, ",.0f"), as_text(row.mfu_pct, ".2f"), as_text(gain(row), ".2f"),
             as_text(row.peak_gib, ".1f"),
         ]
@@ -131,9 +131,14 @@ def _cells(row: Any) -> list[str]:
     if row is None:
         return ["–", "not run", "–"]
     if row.status == study.OUT_OF_MEMORY:
-        return [f"{row.gpus}{_repeats(row)}", "out of memory", "–"]
-    speed = as_text(row.speed, ",.0f")
-    return [f"{row.gpus}{_repeats(row)}", speed, as_text(row.mfu_pct, ".2f")]
+        return [_gpus(row), "out of memory", "–"]
+    return [_gpus(row), as_text(row.speed, ",.0f"), as_text(row.mfu_pct, ".2f")]
+
+
+def _gpus(row: Any) -> str:
+    """How many, and how they were run otherwise than by default (of the original not known)."""
+    way = study.ways_of(row) if hasattr(row, "other_flags") else ""
+    return ", ".join(filter(None, (f"{row.gpus}{_repeats(row)}", way)))
 
 
 def _repeats(row: Any) -> str:

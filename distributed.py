@@ -100,10 +100,11 @@ def launched_world_size() -> int:
 
 
 def launched_num_nodes() -> int:
-    """Number of nodes that the launcher used; without one, what so many ranks need."""
-    size = launched_world_size()
-    local_size = os.environ.get("LOCAL_WORLD_SIZE")
-    return size // int(local_size) if local_size else nodes_of(size)
+    """Number of nodes that the launcher used; without one, what so many ranks need.
+
+    The same on all ranks, also where nodes have unequal numbers of them.
+    """
+    return int(os.environ.get("GROUP_WORLD_SIZE") or nodes_of(launched_world_size()))
 
 
 def pick_device() -> torch.device:

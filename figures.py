@@ -224,7 +224,8 @@ class ParitySeries:
         if not self.comparisons:
             return f"no series on {self.where} is published yet (LOG.md has what was tried)"
         verdicts = [each.verdict for _, each in self.comparisons]
-        each = (facts(run) for run in self.runs)
+        compared = {name for name, _ in self.comparisons}
+        each = [facts(run) for run in self.runs if _parity_name(run) in compared]
         num_whole = sum(what.gpus == what.replicas for what in each if what.fsdp)
         of_them = "all" if num_whole == len(verdicts) else f"{num_whole} of them"
         whole = f", {of_them} with the whole model on each rank" * (num_whole > 0)

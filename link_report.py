@@ -97,6 +97,8 @@ def measured(run: RunLog) -> tuple[Shape | None, str]:
     if (flags := record.get("config")) is None:
         return None, links.transport_of(record)
     shape = flags["scaling_strategy"], flags["scaling_factor"]
+    if not record.get("gradients_exchanged"):
+        raise ValueError("its gradients were reduced in fp32, which is not what is predicted")
     if shape not in links.SHAPES:
         raise ValueError(f"{shape[0]} {shape[1]} is no shape of this series")
     return shape, links.transport_of(record)

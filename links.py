@@ -12,6 +12,8 @@ from typing import Any
 
 from model_config import ScalingStrategy, TransformerConfig, count_block_params
 
+# Of benchmarks/bench_links.py; since 2 it has an all-to-all.
+METHOD_VERSION = 2
 # Name -> environment that makes NCCL take it, between two GPUs of one host.
 TRANSPORTS: dict[str, dict[str, str]] = {
     "NVLink": {},
@@ -63,6 +65,8 @@ class Group:
 
 def check_measured(record: Mapping[str, Any]) -> None:
     """Raise ValueError for a ``Run:`` record that is not of two GPUs, or is of a small series."""
+    if record.get("method", METHOD_VERSION) != METHOD_VERSION:
+        raise ValueError(f"it is of method {record['method']}, not {METHOD_VERSION}: move it away")
     where, tiny = f"{record['world_size']} {record['device_type']} ranks", record.get("tiny")
     if tiny or where != "2 cuda ranks":
         raise ValueError(f"it ran on {where}{' with --tiny' * bool(tiny)}, not on two GPUs")

@@ -35,6 +35,7 @@ MARKERS, DASHES = "osD^vP<>Xh", ("-", "--", ":", "-.")
 CAPTION_FIELDS = ("device", "torch_version", "model_dtype", "compute_dtype", "sequence_length",
                   "batch_size", "activation_checkpointing", "compiled")  # fmt: skip
 MAX_VARIANTS = 10  # in a legend
+MAX_LEGEND = (115, 6)  # letters and lines of one above the panels
 MFU_TOLERANCE = 0.02
 CLOSE = 0.045  # share of an axis in which there is no room for two factors
 MAX_TICKS = 6  # as many labels as half a figure has room for
@@ -226,7 +227,8 @@ def draw_metric(spec: Any, name: str, lines: Sequence[study.Line]) -> None:
     for number, those in enumerate(own.values()):
         draw_panel(panels[number], name, those, share=widths[number] / sum(widths))
         for line in (line for line in failed if line.strategy == those[0].strategy):
-            draw_crosses(strips[0][number], line, rows.index((line.configuration, line.variant)))
+            row = rows.index((line.configuration, line.variant))
+            draw_crosses(strips[0][number], line, row, rows)
         panels[number].tick_params(which="both", bottom=not rows, left=number == 0)
         (strips[0] if strips else panels)[number].set_xlabel("Parameters")
     values = pd.concat([line.points for line in lines])
@@ -293,16 +295,25 @@ def draw_line(axes: plt.Axes, line: study.Line, points: pd.DataFrame, name: str)
                           path_effects=[withStroke(linewidth=2.5, foreground="white")])  # fmt: skip
 
 
-def draw_crosses(axes: plt.Axes, line: study.Line, height: float) -> None:
-    """The sizes at which a line's runs were out of memory, named."""
+def draw_crosses(
+    axes: plt.Axes, line: study.Line, height: float, rows: Sequence[tuple[str, str]]
+) -> None:
+    """The sizes at which a line's runs were out of memory, named; of several of a colour, which."""
+    is_several = sum(name == line.configuration for name, _ in rows) > 1
+    middle = np.sqrt(np.prod(axes.get_xlim())) if axes.get_xscale() == "log" else np.mean(
+        axes.get_xlim())  # fmt: skip
     for row in study.rows_of(line.points[line.points["status"] == study.OUT_OF_MEMORY]):
         at, color = (row.num_parameters, height), style(line)[0]
         axes.plot(*at, "x", color=color, markersize=8, markeredgewidth=2.2)
         words = f"{row.strategy} {row.factor}"
         if line.has_own_batches:
             words += f", batch {row.batch_size}"
-        axes.annotate(words, at, (-8, 0), fontsize=8.5, color="0.35",
-                      textcoords="offset points", ha="right", va="center")  # fmt: skip
+        elif is_several and line.variant:
+            words += f", {line.variant}"
+        is_left = row.num_parameters < middle
+        axes.annotate(words, at, (8 if is_left else -8, 0), fontsize=8.5, color="0.35",
+                      textcoords="offset points", ha="left" if is_left else "right",
+                      va="center")  # fmt: skip
 
 
 def style(line: study.Line) -> tuple[Any, Any, Any]:
@@ -320,7 +331,7 @@ def scale_sizes(axes: plt.Axes, sizes: Any, share: float) -> None:
     at = np.log(sizes) if is_log_x else sizes
     shown = [0]
     for number, place in enumerate(at):
-        if place - at[shown[-1]] > (at[-1] - at[0]) / (MAX_TICKS * share):
+        if place - at[shown[-1]] > (at[-1] - at[0]) / max(1.9, MAX_TICKS * share):
             shown.append(number)
     axes.set_xticks(sizes[shown], [size_label(size) for size in sizes[shown]])
     axes.set_xticks([], minor=True)
@@ -380,13 +391,31 @@ def draw_limits(panels: Sequence[plt.Axes], points: pd.DataFrame) -> None:
 
 
 def finish(figure: plt.Figure, lines: Sequence[study.Line], reading: str) -> None:
-    """Legend (colours, then markers), and a caption of what all runs share."""
+    """Legend (colours, then markers), and a caption of what all runs share.
+
+    Above the panels where it needs few lines, else beside them.
+    """
+    above = entries(lines, 44)
+    if num_columns := next((num for num in (3, 2, 1) if fits_above(above, num)), 0):
+        figure.legend(handles=above, loc="outside upper left", ncols=num_columns, frameon=False,
+                      fontsize=10)  # fmt: skip
+    else:
+        figure.legend(handles=entries(lines, 32), loc="outside right upper", frameon=False,
+                      fontsize=10)  # fmt: skip
+    points = pd.concat([line.points for line in lines])
+    own = [study.settings_of(row) for row in study.rows_of(points)]
+    add_caption(figure, own, in_ranks(reading, points))
+
+
+def entries(lines: Sequence[study.Line], width: int) -> list[Line2D]:
+    """Entries of the legend, in two lines of ``width`` letters at most."""
     colors = {line.configuration: style(line)[0] for line in lines}
     handles = [Line2D([], [], color=c, linewidth=4, label=name) for name, c in colors.items()]
     if len(shapes := {line.variant: style(line)[1:] for line in lines}) > 1:
         handles += [
             Line2D([], [], color="0.3", marker=marker, linestyle=dash,
-                   label=textwrap.fill(variant or "otherwise", 44, max_lines=2, placeholder=" …"))
+                   label=textwrap.fill(variant or "otherwise", width, max_lines=2,
+                                       placeholder=" …"))
             for variant, (marker, dash) in list(shapes.items())[:MAX_VARIANTS]
         ]  # fmt: skip
     if len(shapes) > MAX_VARIANTS:
@@ -395,14 +424,20 @@ def finish(figure: plt.Figure, lines: Sequence[study.Line], reading: str) -> Non
     points = pd.concat([line.points for line in lines])
     marks = {"x": ("out of memory", (points["status"] == study.OUT_OF_MEMORY).any()),
              "o": ("cut short (killed, failed …)", points["cut_short"].any())}  # fmt: skip
-    handles += [
+    return handles + [
         Line2D([], [], color="0.3", marker=mark, linestyle="", label=text,
-                   markerfacecolor="white", markeredgewidth=1.8)
+               markerfacecolor="white", markeredgewidth=1.8)
         for mark, (text, seen) in marks.items() if seen
     ]  # fmt: skip
-    figure.legend(handles=handles, loc="outside upper left", ncols=3, frameon=False, fontsize=10)
-    own = [study.settings_of(row) for row in study.rows_of(points)]
-    add_caption(figure, own, in_ranks(reading, points))
+
+
+def fits_above(handles: Sequence[Line2D], num_columns: int) -> bool:
+    """Whether a legend of these columns is neither too wide for a figure nor too high."""
+    texts = [str(handle.get_label()).split("\n") for handle in handles]
+    size = -(-len(texts) // num_columns)
+    columns = [texts[first : first + size] for first in range(0, len(texts), size)]
+    width = sum(max(len(line) for text in column for line in text) + 8 for column in columns)
+    return width <= MAX_LEGEND[0] and max(sum(map(len, c)) for c in columns) <= MAX_LEGEND[1]
 
 
 def add_caption(figure: plt.Figure, own: Sequence[dict[str, Any]], reading: str) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import SKIP_STEPS, pool, table
+from analysis import NUM_BYTES, SKIP_STEPS, pool, table
+from hardware import exchanges_gradients
 from run_log import RunLog
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -57,7 +58,12 @@ class Line:
 def ways_of(row: Any) -> str:
     """How a run of the table was launched and sharded otherwise than by default, in words."""
     flags = json.loads(row.other_flags)
-    words = {"`--no-reshard-after-forward`": flags.get("reshard_after_forward") is False,
+    num_bytes = (NUM_BYTES.get(row.model_dtype, 0), NUM_BYTES.get(row.compute_dtype, 0))
+    exchanges = row.fsdp and exchanges_gradients(
+        row.gpus // row.replicas, replicas=row.replicas, nodes=row.nodes, num_bytes=num_bytes
+    )
+    words = {"gradients reduced in fp32": exchanges and not flags.get("gradients_exchanged"),
+             "`--no-reshard-after-forward`": flags.get("reshard_after_forward") is False,
              "`--cpu-offload`": flags.get("cpu_offload") is True,
              f"`--replicas {row.replicas}`": row.replicas > 1}  # fmt: skip
     return ", ".join(filter(None, [row.launched, *(flag for flag, on in words.items() if on)]))
@@ -155,6 +161,8 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
     _leave_defaults(names, own)
     _join_batches(rows, names, own)
     telling = [field for field in telling_settings(own, names) if field != "strategy"]
+    telling += [flag for flag, value in FSDP_DEFAULTS.items() if flag not in telling
+                and any(fields.get(flag) not in (None, value) for fields in own)]  # fmt: skip
     variants = [variant_of(fields, telling) for fields in own]
     hues, shapes = list(dict.fromkeys(names)), list(dict.fromkeys(variants))
     ordered = points.loc[[row.Index for row in rows]].assign(name=names, variant=variants)

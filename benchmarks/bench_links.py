@@ -30,14 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from analysis import find_logs
 from cli import parse_flags, refuse
 from distributed import World, sharded_world
-from links import MESSAGE_SHAPES, SHAPES, TRANSPORTS, check_measured
+from links import MESSAGE_SHAPES, METHOD_VERSION, SHAPES, TRANSPORTS, check_measured
 from make_logs import make_logs, run_script
 from memory import MODEL_VOCAB_SIZE
 from model_config import build_config, count_block_params
 from run_log import SCHEMA_VERSION, LogWriter, blaming, read_run
 from utils import device_name, nccl_environment, source_version, synchronize, versions
 
-METHOD_VERSION = 2
 NUM_WINDOWS = 5
 WINDOW_S = 0.02
 NUM_RANKS = 2

@@ -15,7 +15,7 @@ plan=() # the same on all nodes
 ((SLURM_NODEID)) || plan=("$@")
 num_gpus=$num_ranks
 [[ -z ${RANKS_PER_NODE:-} ]] || num_gpus=0
-WORLD_SIZE=$((SLURM_NNODES * num_ranks)) "$python" preflight.py "$num_gpus" "${plan[@]}"
+WORLD_SIZE=$((SLURM_NNODES * num_ranks)) GROUP_WORLD_SIZE=$SLURM_NNODES "$python" preflight.py "$num_gpus" "${plan[@]}"
 [[ $1 == train_fsdp.py ]] || exec "$python" "$@"
 
 rendezvous=(--standalone)

@@ -214,6 +214,10 @@ def test_gradients_that_are_exchanged_make_another_configuration(write: Write) -
     paths = [write([1.0] * 11, RECORD | more, name=f"{more}.out") for more in told]
     flags = [json.loads(facts(read_run(path)).other_flags) for path in paths]
     assert flags == [{"packing": True}] * 2 + [{"packing": True, "gradients_exchanged": True}]
+    for odd in ("false", ["x"], 1.5):
+        path = write([1.0] * 11, RECORD | {"gradients_exchanged": odd}, name="odd.out")
+        with pytest.raises(ValueError, match="strange"):
+            facts(read_run(path))
 
 
 def test_a_window_that_reaches_into_the_warm_up_is_left_out(write: Write) -> None:
@@ -234,7 +238,9 @@ def test_a_resumed_run_is_averaged_without_its_second_warm_up(write: Write) -> N
     again = first | {"resumed_from_step": 20}
     other = again | {"resumed_from_step": 35, "world_size": 7}
     graphed = other | {"world_size": again["world_size"], "cuda_graph": True}
-    for last in (other, graphed):
+    exchanged = graphed | {"cuda_graph": again.get("cuda_graph"), "gradients_exchanged": True}
+    on_nodes = exchanged | {"gradients_exchanged": None, "num_nodes": 7}
+    for last in (other, graphed, exchanged, on_nodes):
         found = mean_metrics(replace(run, runs=[first, again, last]))
         assert (found.num_steps, found.first_step, found.last_step) == (15, 11, 35)
         assert found.tokens_per_s == pytest.approx((10 * 10 + 5 * 20) / 15)

@@ -185,8 +185,18 @@ def test_several_gpus_are_held_against_one_without_fsdp(write: Write, tmp_path: 
     assert "leaves 75 % of one GPU without it by default, and up to 75 % (`all` 8 at" in several
     write([1.0, 1.0, 19_000.0], name=f"{H200}8_kept.out", factor=8, **two,
           flags={"reshard_after_forward": False})  # fmt: skip
+    write(
+        [1.0, 1.0, 9_000.0], name=f"{H200}8_reduced.out", factor=8, gradients_exchanged=False, **two
+    )
     several = cost_summary(tmp_path / "logs")["several"]
     assert "by default, and up to 95 % (`all` 8 at batch 1 with `--no-reshard" in several
+    text = scaling_section(tmp_path / "logs")
+    for way in ("`--no-reshard-after-forward`", "gradients reduced in fp32"):
+        assert row_of(text, "`all` 8", "2", "1", way)
+    (tmp_path / "logs" / f"{H200}8_two.out").unlink()
+    for name in ("reduced", "off"):
+        (tmp_path / "logs" / f"{H200}8_{name}.out").unlink()
+    assert "| 2, `--no-reshard-after-forward` | 19,000 |" in scaling_section(tmp_path / "logs")
     # What was launched otherwise, or has other settings, or no speed, is nobody's base.
     write([1.0, 1.0, 10.0], name=f"{H200}8_slow.out", factor=8, flags=off)
     flags = {"compile": False, "batch_size": 4}

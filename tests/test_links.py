@@ -247,7 +247,7 @@ def write_logs(folder: Path) -> None:
     facts = {"device_type": "cuda", "world_size": 2}
     facts |= {"nccl_environment": {"NCCL_NVLS_ENABLE": "0"}}
     what = {"device": "NVIDIA H200", "versions": {"torch": "2.11", "nccl": "2.28"}}
-    log.record("Run", {"script": "bench_links.py", "num_windows": 5, **what, **facts})
+    log.record("Run", {"script": "bench_links.py", "method": 2, "num_windows": 5, **what, **facts})
     for kind, (group, num_bytes) in product(COLLECTIVES, (("2^20", 1e6), ("all 10 block", 1e8))):
         seconds = 10e-6 + num_bytes / 2 / 400e9
         values = {"median_s": seconds, "bus_gb_per_s": num_bytes / 2 / seconds / 1e9}
@@ -257,7 +257,7 @@ def write_logs(folder: Path) -> None:
     log.close()
     flags = {"scaling_strategy": "all", "scaling_factor": 10, "sequence_length": 4096}
     flags |= {"batch_size": 1, "model_dtype": "bf16", "compute_dtype": None, "logging_frequency": 4}
-    facts |= {"config": flags, "tokens_per_step": 8192}
+    facts |= {"config": flags, "tokens_per_step": 8192, "gradients_exchanged": True}
     facts |= {"model": asdict(build_config("all", 10, 131_072))}
     for script, seconds in (("train_fsdp.py", 1.0), ("simulated_train.py", 0.8)):
         log = LogWriter(folder / f"{script}.out")
@@ -347,6 +347,8 @@ def simulated_steps(seconds: str) -> tuple[str, str]:
         (TRAINED, '"batch_size": 1', '"batch_size": 2', "batch_size"),
         (TRAINED, '"sequence_length": 4096', '"sequence_length": 2048', "sequence_length"),
         (TRAINED, '"bf16"', '"fp32"', "model_dtype"),
+        (TRAINED, '"gradients_exchanged": true', '"x": true', "reduced in fp32"),
+        (BANDWIDTH, '"method": 2', '"method": 1', "method"),
         (TRAINED, r"Step: (8|12|16) .*\n", "", "median"),
         (TRAINED, '"config": ', '"config": 3, "y": ', "int"),
         (TRAINED, '"scaling_factor": 10', '"scaling_factor": 1', "no shape"),

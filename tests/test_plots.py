@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 import plots
 from analysis import load_runs, table
 from breakdown import KINDS
-from hardware import is_graphed_by_default
+from hardware import exchanges_gradients, is_graphed_by_default
 from model_config import build_config, flops_per_token
 from plots import FOUR, LABELS, PlotsConfig, main, results_csv, runs_table
 from run_log import LogWriter, StepRecord, format_step, read_run
@@ -68,6 +68,9 @@ def write(tmp_path: Path) -> Write:
         )  # fmt: skip
         asked = {"on": True, "off": False}.get(own["cuda_graph"], default)
         record.setdefault("cuda_graph", asked)
+        record.setdefault("gradients_exchanged", record["fsdp"] and exchanges_gradients(
+            record["world_size"], replicas=record["replicas"], nodes=record["num_nodes"],
+            num_bytes=(2 if own["model_dtype"] == "bf16" else 4, 2)))  # fmt: skip
         log = LogWriter(path)
         log.record("Run", record)
         for number, speed in enumerate(speeds, start=1):
@@ -246,7 +249,7 @@ def test_the_largest_batches_of_a_configuration_are_one_line(write: Write, tmp_p
     write([1.0, 1.0, 8.0], factor=2, flags=flags, world_size=2, **SHARDED)
     lines, _ = lines_of(tmp_path / "logs")
     found = batches_of(lines)
-    assert found.pop(("2 GPUs, FSDP", "batch 30")) == [30]
+    assert found.pop(("2 GPUs, FSDP", "batch 30, CPU offload")) == [30]
     assert found == {
         ("1 GPU, no FSDP", "batch 1"): [1, 1, 1, 1],
         ("1 GPU, no FSDP", "batch 8"): [8, 8],
@@ -335,6 +338,41 @@ def test_what_fsdp_does_by_default_needs_no_words(write: Write, tmp_path: Path) 
     ]  # fmt: skip
 
 
+def test_what_one_configuration_did_otherwise_is_named(write: Write, tmp_path: Path) -> None:
+    usual = {"cpu_offload": False, "reshard_after_forward": True}
+    for gpus, flags in ((1, usual), (2, {"cpu_offload": True, "reshard_after_forward": False})):
+        for factor in (1, 2):
+            write([1.0, 1.0, 5.0], factor=factor, flags=flags, world_size=gpus, **SHARDED)
+    assert {(name, *variant.split(", ")) for name, variant in lines_of(tmp_path / "logs")[0]} == {
+        ("1 GPU, FSDP", ""), ("2 GPUs, FSDP", "no reshard", "CPU offload"),
+    }  # fmt: skip
+
+
+def test_the_legend_leaves_room_for_the_figure(write: Write, tmp_path: Path) -> None:
+    looks = ["device", "another device with a very long name, indeed a longer one", "a third"]
+    for number in range(24):
+        flags = {"batch_size": number + 1, "cpu_offload": number % 2 == 0}
+        write([1.0, 1.0, 5.0], factor=number % 3 + 1, flags=flags, device=looks[number % 3],
+              world_size=number % 5 + 1, **SHARDED)  # fmt: skip
+    for folder in (tmp_path / "logs", SEED_LOGS if SEED_LOGS.is_dir() else tmp_path / "logs"):
+        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
+        lines = list(lines_of(folder)[0].values())
+        plots.draw_metric(figure.add_gridspec(1, 1)[0], "tokens_per_sec", lines)
+        plots.finish(figure, lines, plots.READING)
+        figure.draw_without_rendering()
+        [legend] = figure.legends
+        box, whole = legend.get_window_extent(), figure.bbox
+        assert box.x0 >= -1 and box.x1 <= whole.x1 + 1 and box.y0 >= -1
+        assert figure.axes[0].get_window_extent().height > 0.35 * whole.height
+        plt.close(figure)
+
+
+def test_a_narrow_panel_names_its_smallest_and_its_largest_size() -> None:
+    axes = plt.figure().subplots()
+    plots.scale_sizes(axes, [10, 20, 30, 90], share=0.15)
+    assert axes.get_xticks().tolist() == [10, 90]
+
+
 def test_efficiency_is_against_the_same_size_and_batch(write: Write, tmp_path: Path) -> None:
     for batch, speed in ((1, 200.0), (8, 400.0)):
         write([1.0, 1.0, speed], flags={"batch_size": batch})
@@ -342,10 +380,11 @@ def test_efficiency_is_against_the_same_size_and_batch(write: Write, tmp_path: P
         write([1.0, 1.0, 100.0], flags=flags, world_size=2, **SHARDED)
     write([1.0, 1.0, 100.0], factor=4, flags={"cpu_offload": True}, world_size=2, **SHARDED)
     lines, _ = lines_of(tmp_path / "logs")
-    small = lines["2 GPUs, FSDP", "batch 1"].points
+    small = lines["2 GPUs, FSDP", "batch 1, CPU offload"].points
     assert small["scaling_efficiency"].tolist()[0] == 50
     assert pd.isna(small["scaling_efficiency"].tolist()[1]), "nothing to compare with"
-    assert lines["2 GPUs, FSDP", "batch 8"].points["scaling_efficiency"].tolist() == [25]
+    large = lines["2 GPUs, FSDP", "batch 8, CPU offload"].points
+    assert large["scaling_efficiency"].tolist() == [25]
 
 
 def test_out_of_memory_stands_at_its_size(write: Write, tmp_path: Path) -> None:

@@ -193,6 +193,22 @@ def test_launcher_that_is_killed_leaves_no_ranks(tmp_path: Path) -> None:
     assert "launcher is gone" in end["reason"]
 
 
+def test_nodes_with_unequal_numbers_of_ranks_decide_alike(tmp_path: Path) -> None:
+    """Whether gradients are exchanged hangs on the nodes; ranks that disagree wait for ever."""
+    flags = [*COMMON, "--model-dtype", "bf16", "--compute-dtype", "bf16", "--no-compile"]
+    agents = []
+    for node, ranks in enumerate("21"):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank"]
+        launch += [str(node), "--nproc-per-node", ranks, "--master-addr", "127.0.0.1"]
+        agents.append(start([*launch, "--master-port", "29731", "train_fsdp.py", *flags]))
+    (code, out, _), (other, _, _) = (finish(agent) for agent in agents)
+    log = log_of(out, tmp_path)
+    assert code == other == 0 and log.status == "completed"
+    record = log.run or {}
+    found = [record[name] for name in ("world_size", "num_nodes", "gradients_exchanged")]
+    assert found == [3, 2, False]
+
+
 def test_bad_input_ends_with_one_line(tmp_path: Path) -> None:
     """All at once: each is a start of its own, but they can share the cores."""
     log_file = tmp_path / "never.out"
