@@ -173,6 +173,7 @@ def findings(original: Sequence[Any], points: Sequence[Any]) -> list[str]:
         lines.append(told(
             "scaling: launching", sizes=_names(both), slow=_span([slow[key] for key in both]),
             graphed=_span([graphed[key] for key in both])))  # fmt: skip
+    lines += _gathered([row for row in points if row.gpus > 1 and row.speed > 0])
     gaps = [with_fsdp.peak_gib - without.peak_gib for with_fsdp, without in pairs]
     if gaps := [gap for gap in gaps if not math.isnan(gap)]:
         lines.append(told("scaling: memory", low=min(gaps), high=max(gaps)))
@@ -182,6 +183,20 @@ def findings(original: Sequence[Any], points: Sequence[Any]) -> list[str]:
         gradients_gib = most.num_parameters * NUM_BYTES[most.model_dtype] / GIB
         lines.append(told("scaling: reserved", spare=gib, at=most, gradients=gradients_gib))
     return lines
+
+
+def _gathered(several: Sequence[Any]) -> list[str]:
+    """What keeping parameters gathered gains, where both were run and peaks are known."""
+    usual = {(_key(row), row.batch_size): row for row in several if not study.ways_of(row)}
+    both = [(row, base) for row in several if study.ways_of(row) == study.KEPT
+            and (base := usual.get((_key(row), row.batch_size)))]  # fmt: skip
+    both = [pair for pair in both if not math.isnan(pair[0].peak_gib - pair[1].peak_gib)]
+    if not both:
+        return []
+    gains = [100 * row.speed / base.speed - 100 for row, base in both]
+    room = [row.peak_gib - base.peak_gib for row, base in both]
+    sizes = _names(sorted({_key(row) for row, _ in both}))
+    return [told("scaling: gathered", gains=_span(gains), sizes=sizes, room=_span(room))]
 
 
 def _largest(rows: Sequence[Any], *, fsdp: bool) -> Any:

@@ -33,6 +33,7 @@ WORDS = {
     "replicas": "replicas {}", "peak_tflops": "peak {:g} TFLOP/s",
     "torch_version": "torch {}", "launched": "{}",
 }  # fmt: skip
+KEPT = "`--no-reshard-after-forward`"
 FSDP_DEFAULTS = {"reshard_after_forward": True, "cpu_offload": False}
 FLAG_WORDS = {"reshard_after_forward": ("no reshard", "reshard"),
               "cpu_offload": ("no CPU offload", "CPU offload")}  # fmt: skip
@@ -63,7 +64,7 @@ def ways_of(row: Any) -> str:
         row.gpus // row.replicas, replicas=row.replicas, nodes=row.nodes, num_bytes=num_bytes
     )
     words = {"gradients reduced in fp32": exchanges and not flags.get("gradients_exchanged"),
-             "`--no-reshard-after-forward`": flags.get("reshard_after_forward") is False,
+             KEPT: flags.get("reshard_after_forward") is False,
              "`--cpu-offload`": flags.get("cpu_offload") is True,
              f"`--replicas {row.replicas}`": row.replicas > 1}  # fmt: skip
     return ", ".join(filter(None, [row.launched, *(flag for flag, on in words.items() if on)]))
