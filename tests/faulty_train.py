@@ -6,6 +6,7 @@ Some faults end a job; others leave it running and wrong, and a comparison of th
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -37,6 +38,7 @@ def faulty_step(*arguments: Any, **named: Any) -> Any:
     calls += 1
     last = int(os.environ.get("WORLD_SIZE", "1")) - 1
     if calls == 3 and last == RANK:
+        print(f"fault at {time.time()}", file=sys.stderr, flush=True)
         if FAULT == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if FAULT == "stop":
@@ -60,6 +62,8 @@ def faulty_step(*arguments: Any, **named: Any) -> Any:
 def faulty_forward(self: Any, *arguments: Any, **named: Any) -> Any:
     """The forward, but out of memory on the last rank, inside the third step."""
     if calls == 3 and int(os.environ.get("WORLD_SIZE", "1")) - 1 == RANK:
+        if torch.cuda.is_available():
+            torch.empty(1 << 45, device="cuda")  # more than any GPU has: raises
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
     return original_forward(self, *arguments, **named)
 

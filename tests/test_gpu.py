@@ -2,10 +2,12 @@
 
 import dataclasses
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from test_scripts import TORCHRUN, finish, seconds_since_fault, start
 
 import attention
 import attention_cases
@@ -126,6 +128,28 @@ def test_compiled_adamw_equals_the_fused_one_on_large_weights() -> None:
     for mine, their, first in zip(*(m.parameters() for m in models), start, strict=True):
         moved = (their - first).float().norm()  # roundings of the last bit differ
         assert (mine - their).float().norm() <= 2e-2 * moved
+
+
+@pytest.mark.parametrize("fault", ["kill", "out_of_memory", "stop", "exception"])
+def test_the_fault_of_one_gpu_ends_the_job_and_frees_both(fault: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs")
+    flags = (
+        "--scaling-factor 2 --batch-size 1 --training-steps 500 --logging-frequency 1 "
+        "--cuda-graph off --collective-timeout-s 30"  # a replayed graph allocates nothing
+    )
+    script = ["tests/faulty_train.py", fault, "train_fsdp.py", *flags.split()]
+    code, out, err = finish(start([*TORCHRUN, "2", *script]), timeout_s=200)
+    seconds = seconds_since_fault(err)
+    time.sleep(2)
+    used = [1 - free / total for free, total in map(torch.cuda.mem_get_info, range(2))]
+    (tmp_path / f"{fault}.out").write_text(out)
+    log = read_run(tmp_path / f"{fault}.out")
+    print(f"{fault}: status {code} {seconds:.1f} s after the fault, End: {log.end}")
+    print(f"memory in use afterwards: {used[0]:.1%} and {used[1]:.1%}")
+    assert code == 1 and seconds < (90 if fault == "stop" else 60) and max(used) < 0.05
+    expected = {"out_of_memory": ("out_of_memory",), "kill": ("failed", "killed")}
+    assert log.status in expected.get(fault, ("failed",)), log.end
 
 
 if __name__ == "__main__":
