@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -385,11 +385,19 @@ class Watch:
                     store.set("ended", "yes")
                 store.wait(["ended"], timedelta(seconds=5))
             time.sleep(2 * POLL_S)  # the others read the store, which may live in this process
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        # Not sys.exit: interpreter shutdown would wait for collectives that never end.
-        os._exit(EXIT_STATUS[failure.status])
+        leave(failure.status)
+
+
+def leave(status: str) -> NoReturn:
+    """End this process, of a run with several ranks, by one of EXIT_STATUS.
+
+    Not by sys.exit: an interpreter that shuts down would wait for collectives that never end, and
+    it aborts where one of gloo's threads lets go of the last collective's tensor meanwhile.
+    """
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(EXIT_STATUS[status])
 
 
 def describe_failure(error: BaseException, phase: str, rank: int) -> Failure:

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 
 import utils
 from breakdown import Interval, largest_kernels, seconds_by_kind
-from distributed import EXIT_STATUS, SLOW_PHASE_S, Failure, Watch, World, describe_failure
+from distributed import SLOW_PHASE_S, Failure, Watch, World, describe_failure, leave
 from hardware import peak_tflops
 from model import count_params
 from processes import lock_folder
@@ -142,8 +142,7 @@ def running_job(config: TrainConfig, inputs: Inputs, world: World) -> Iterator[J
     job.watch.close()
     job.log.close()
     if job.watch.stop_agreed:
-        sys.stdout.flush()
-        os._exit(EXIT_STATUS["preempted"])
+        leave("preempted")
 
 
 class Meter:

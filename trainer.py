@@ -12,7 +12,7 @@ from tqdm import tqdm
 from attention import attention_order
 from cli import parse_flags, refuse
 from dataset import Position, StepRows, build_loader
-from distributed import World
+from distributed import World, leave
 from job import Job, Meter, Profiler
 from job import running_job as running_job  # for the scripts
 from model import Transformer
@@ -41,6 +41,8 @@ def run(main: Callable[[ConfigT, Inputs], None], config_class: type[ConfigT]) ->
         main(config, inputs)
     except ValueError as error:
         refuse(error)
+    if config.fsdp:
+        leave("completed")
 
 
 def build_model(config: TrainConfig, inputs: Inputs) -> Transformer:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from analysis import find_logs
 from cli import parse_flags, refuse
-from distributed import World, sharded_world
+from distributed import World, leave, sharded_world
 from links import MESSAGE_SHAPES, METHOD_VERSION, SHAPES, TRANSPORTS, check_measured
 from make_logs import make_logs, run_script
 from memory import MODEL_VOCAB_SIZE
@@ -133,6 +133,7 @@ def measure(log: LogWriter, tiny: bool) -> None:
                     log.record("Link", {"group": group, **result})
         if is_first:
             log.record("End", {"status": "completed"})
+    leave("completed")
 
 
 def plan(tiny: bool) -> dict[str, Callable[[Path], str]]:

@@ -3,6 +3,7 @@
 Some faults end a job; others leave it running and wrong, and a comparison of the logs must tell.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -94,6 +95,7 @@ def shard_without_first_layer(model: Any, world: Any, sharding: Any) -> None:
 FAULT, script = sys.argv[1:3]
 sys.argv = [str(ROOT / script), *sys.argv[3:]]
 step.train_step = faulty_step
+atexit.register(print, "the interpreter shuts down", file=sys.stderr)
 if FAULT == "out_of_memory":
     Transformer.forward = faulty_forward
 if FAULT == "local_clipping":

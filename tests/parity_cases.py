@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distributed import Sharding, World, shard, sharded_world
+from distributed import Sharding, World, leave, shard, sharded_world
 from model import ActivationCheckpointing, Transformer, TransformerConfig
 from step import train_step
 from weights import init_weights
@@ -206,6 +206,7 @@ def main() -> None:
             results[name] = run_case(name, dataclasses.replace(world, mesh=mesh))
         if world.rank == 0:
             torch.save(results, out)
+    leave("completed")
 
 
 if __name__ == "__main__":
