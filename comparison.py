@@ -21,10 +21,10 @@ from tables import as_text, told, told_tables
 
 ORIGINAL = Path(__file__).resolve().parent / "data" / "original.csv"
 # How the original ran, at batch 1; our runs at another length are compared with none of its.
-SAME = {"grad_accumulation_steps": 1, "sequence_length": 4096,
-        "activation_checkpointing": "none"}  # fmt: skip
+SAME = {"grad_accumulation_steps": 1, "sequence_length": 4096}
 # The profiles that are compared with each other.
-ALONE = {"batch_size": 1, "fsdp": False, "gpus": 1, "launched": "", "compiled": True}
+ALONE = {"batch_size": 1, "fsdp": False, "gpus": 1, "launched": "", "compiled": True,
+         "activation_checkpointing": "none"}  # fmt: skip
 RATED = ("matmuls", "attention")
 FIGURES = "plots/published/h200"
 GIB = 2**30
@@ -44,14 +44,18 @@ def read_original() -> list[Any]:
     ).reset_index())  # fmt: skip
 
 
-def read_points(runs: Sequence[RunLog]) -> list[Any]:
-    """Our runs as the original ran but for the batch, with nothing offloaded; repeats pooled."""
+def read_points(runs: Sequence[RunLog], *, checkpointed: bool = False) -> list[Any]:
+    """Our runs as the original ran but for the batch, with nothing offloaded; repeats pooled.
+
+    Or those that differ in checkpointing too.
+    """
     points: Any = study.drawn_points(table(runs), "from-config")[0]
     return [
         row
         for row in study.rows_of(points.assign(speed=points["tokens_per_s"]))
         if all(getattr(row, field) == value for field, value in SAME.items())
         and not study.settings_of(row).get("cpu_offload")
+        and (row.activation_checkpointing != "none") == checkpointed
     ]
 
 
@@ -99,6 +103,29 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
         ]
         for row in sorted(_one_each(larger), key=lambda row: (*_key(row), row.batch_size))
     ]  # fmt: skip
+
+
+def checkpointing_rows(checkpointed: Sequence[Any], points: Sequence[Any]) -> list[list[str]]:
+    """What checkpointing costs and saves, beside the same size and batch without it."""
+    without = {(_key(row), row.batch_size): row for row in points if not study.ways_of(row)}
+
+    def order(row: Any) -> tuple:
+        return *_key(row), row.batch_size, row.activation_checkpointing
+
+    cells = []
+    for row in sorted(checkpointed, key=order):
+        base = without.get((_key(row), row.batch_size))
+        cells.append([
+            f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
+            "yes" if row.fsdp else "no", _gpus(row), str(row.batch_size),
+            row.activation_checkpointing, *_cells(row)[1:], _peak(row), *_cells(base)[1:],
+            _peak(base),
+        ])  # fmt: skip
+    return cells
+
+
+def _peak(row: Any) -> str:
+    return as_text(row.peak_gib, ".1f") if row and row.status == "trained" else "–"
 
 
 def _key(row: Any, gpus: int | None = None) -> tuple[str, int, bool, int]:
@@ -372,6 +399,7 @@ def scaling_section(published: Path) -> str:
     more = {
         "scaling: several": several_rows(several_pairs(points, published)),
         "scaling: batches": batch_rows(points, ours),
+        "scaling: checkpointing": checkpointing_rows(read_points(runs, checkpointed=True), points),
         "scaling: breakdown": breakdown_rows(profiled),
     }
     explained = told_tables(more, figures=FIGURES, kinds=kinds)

@@ -111,6 +111,7 @@ def what_fits_tables(folder: Path) -> str:
         return ""
     tables = {
         "fits: searches": fit_report.search_rows(folder),
+        "fits: measured": fit_report.measured_rows(folder),
         "fits: simulated": fit_report.simulated_rows(folder),
         "fits: errors": fit_report.error_rows(folder),
     }

@@ -12,10 +12,11 @@ import seaborn as sns
 from matplotlib import pyplot as plt
 
 import memory
-from analysis import NUM_BYTES, facts, find_logs, load_published
+from analysis import NUM_BYTES, RunFacts, facts, find_logs, load_published, load_runs
 from memory import GIB, ActivationCheckpointing, Setup, predict
 from model_config import TransformerConfig, build_config, count_params
 from run_log import RunLog, blaming, read_run
+from tables import told
 
 # Smaller peaks are mostly what every process has.
 MIN_PEAK_GIB = 10.0
@@ -95,7 +96,7 @@ def error_rows(folder: Path) -> list[list[str]]:
 
 
 def best_factors(folder: Path) -> dict[str, Any]:
-    """The largest `all` that one device loads and trains, and that simulated ranks train.
+    """The largest `all` that one device loads and trains, and that several, or simulated ranks, do.
 
     In all of its memory; simulated, with full checkpointing, and with the room that the memory
     model leaves, also for NCCL. Empty where one was not searched for.
@@ -117,12 +118,18 @@ def best_factors(folder: Path) -> dict[str, Any]:
                 device = {name: record[name] for name in ("device", "device_gib")}
     if not all(found.values()):
         return {}
-    gpus, sizes = zip(*sorted(found["simulated"].items()), strict=True)
+    limits = [facts(run) for run, _ in measured_limits(folder)]
+    real = [each for each in limits if each.strategy == "all"]
+    real = {each.gpus: each for each in real if each.activation_checkpointing == "full"}
+    simulated = {gpus: size for gpus, size in found["simulated"].items() if gpus not in real}
+    gpus, sizes = zip(*sorted(simulated.items()), strict=True)
     return {
         "load": found["load"][1][0], "load_parameters": found["load"][1][1],
         "train": found["train"][1], **device,
         "gpus": ", ".join(map(str, gpus)), "factors": ", ".join(str(size[0]) for size in sizes),
         "sizes": ", ".join(f"{size[1] / 1e9:.0f}" for size in sizes),
+        "several": "".join(told("answers: fits several", what=each) + " "
+                           for each in real.values()),
     }  # fmt: skip
 
 
@@ -168,6 +175,53 @@ def setup_of_run(run: RunLog) -> Setup:
     )  # fmt: skip
 
 
+def measured_limits(folder: Path) -> list[tuple[RunLog, RunLog]]:
+    """(the largest that trained, the smallest that was out of memory) on several GPUs.
+
+    Of the runs of one row by default in the study beside the folder (``scaling``), for each number
+    of GPUs, strategy and checkpointing mode whose limit was found.
+    """
+    ended: dict[tuple, dict[str, list[RunLog]]] = {}
+    for run in load_runs(folder.with_name("scaling"))[0]:
+        with blaming(run.path):
+            what = facts(run)
+            if what.gpus > 1 and run.runs and (setup := setup_of_run(run)) == _by_default(what):
+                way = what.gpus, what.strategy, setup.checkpointing
+                ended.setdefault(way, {}).setdefault(run.status, []).append(run)
+    limits = []
+    for _, runs in sorted(ended.items()):
+        trained = max(runs.get("completed", []), key=_factor, default=None)
+        out = min(runs.get("out_of_memory", []), key=_factor, default=None)
+        if trained and out and _factor(trained) < _factor(out):
+            limits.append((trained, out))
+    return limits
+
+
+def _by_default(what: RunFacts) -> Setup:
+    """A run of this size, checkpointing and number of GPUs by default, at one row."""
+    strategy, mode = what.strategy, what.activation_checkpointing
+    config = build_config(strategy, what.factor, memory.MODEL_VOCAB_SIZE)  # pyright: ignore
+    like = memory.setup_of(memory.FitConfig(1), what.gpus, False, mode)  # pyright: ignore
+    return replace(like, config=config)
+
+
+def _factor(run: RunLog) -> int:
+    return facts(run).factor
+
+
+def measured_rows(folder: Path) -> list[list[str]]:
+    """A row for each of `measured_limits`."""
+    rows = []
+    for run, out in measured_limits(folder):
+        what, probe = facts(run), {"predicted_gib": predict(setup_of_run(run)).allocated / GIB}
+        rows.append([
+            str(what.gpus), f"`{what.strategy}`", str(what.activation_checkpointing),
+            str(what.factor), f"{what.num_parameters:,}", *_prediction(probe | (run.end or {})),
+            str(_factor(out)), run.path.name,
+        ])  # fmt: skip
+    return rows
+
+
 def simulated_rows(folder: Path) -> list[list[str]]:
     """A row per simulated search, by GPUs."""
     rows = []
@@ -202,10 +256,12 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     searches = (run for run in runs if not _is_single(run))
     tried = [best for run in searches if (best := best_probe(run)) and best["mode"] == "train"]
     tried = [best for best in tried if best["scaling_strategy"] == "all"]
+    real = [facts(run) for run, _ in measured_limits(folder)]
+    several = {(what.gpus, what.num_parameters) for what in real if what.strategy == "all"}
     for simulated, label in ((False, "tried"), (True, "tried, ranks simulated (no NCCL)")):
         points = {(best["world_size"], best["num_parameters"]) for best in tried
                   if best["simulated"] == simulated}  # fmt: skip
-        if points:
+        if points := points if simulated else points | several:
             fill = "white" if simulated else "black"
             axes.plot(*zip(*sorted(points), strict=True), "o", color="black", label=label,
                       markerfacecolor=fill, zorder=3)  # fmt: skip

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import json
 import subprocess
 import sys
 import time
@@ -20,7 +21,13 @@ from torch.utils._pytree import tree_map_only
 
 import memory
 from distributed import Sharding, World, shard, simulated_world
-from fit_report import error_rows, setup_of_run, simulated_rows, training_errors
+from fit_report import (
+    error_rows,
+    measured_rows,
+    setup_of_run,
+    simulated_rows,
+    training_errors,
+)
 from hardware import exchanges_gradients, nodes_of
 from memory import GIB, ActivationCheckpointing, Setup, moments, predict, saved_per_block
 from model import Transformer
@@ -260,6 +267,36 @@ def test_errors_of_published_probes() -> None:
     errors, reserved = training_errors(PUBLISHED / "scaling")
     assert len(errors) > 20 and max(map(abs, errors)) < 3
     assert len(reserved) > 20 and max(map(abs, reserved)) < 5
+
+
+def test_limits_on_several_gpus_are_those_that_were_run(tmp_path: Path) -> None:
+    log, folder = PUBLISHED / "scaling" / "all_8_batch_1_gpus_2_fsdp.out", tmp_path / "scaling"
+    if not log.exists():
+        pytest.skip("no such logs are published yet")
+    folder.mkdir()
+
+    def write(factor: int, status: str, **flags: Any) -> None:
+        records = log.read_text().splitlines()
+        run, end = (next(r for r in records if r.startswith(name)) for name in ("Run:", "End:"))
+        what = json.loads(run.removeprefix("Run: "))
+        what["config"] |= {"scaling_factor": factor, **flags}
+        what["model"] = dataclasses.asdict(build_config("all", factor, 131_072))
+        end = json.dumps(json.loads(end.removeprefix("End: ")) | {"status": status})
+        path = folder / f"{len(list(folder.iterdir()))}.out"
+        path.write_text(f"Run: {json.dumps(what)}\nEnd: {end}\n")
+
+    write(8, "completed")
+    write(14, "completed", activation_checkpointing="full")
+    assert measured_rows(tmp_path / "what_fits") == []
+    write(12, "completed")
+    write(15, "completed", reshard_after_forward=False)
+    write(16, "out_of_memory")
+    write(14, "out_of_memory")
+    [row] = measured_rows(tmp_path / "what_fits")
+    assert row[:5] == ["2", "`all`", "none", "12", "12,281,515,008"] and row[-2] == "14"
+    write(13, "out_of_memory", batch_size=4)
+    [again] = measured_rows(tmp_path / "what_fits")
+    assert again == row
 
 
 def big(**changes: Any) -> Setup:
