@@ -40,6 +40,9 @@ SLOW_PHASE_S = 1800.0
 TERMINATION_GRACE_S = 20.0
 LAUNCHER_GRACE_S = 5.0
 POLL_S = 0.2
+# A CPU adds the squares of a norm up one after the other, in fp32: of 134 million numbers
+# of one size 1.5 % is lost.
+NORM_PIECE = 2**12
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -90,7 +93,10 @@ class World:
 
         Norms of local shards, squared, summed over the shards, and rooted: equal on all ranks.
         """
-        local_norms = torch.stack(torch._foreach_norm(list(gradients), 2, torch.float32))
+        pieces = list(gradients)
+        if pieces[0].device.type == "cpu":
+            pieces = [piece for g in pieces for piece in g.reshape(-1).split(NORM_PIECE)]
+        local_norms = torch.stack(torch._foreach_norm(pieces, 2, torch.float32))
         return self.sum_over_shards(local_norms.square().sum().to(self.device)).sqrt()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distributed import World
 from optimizer import CompiledAdamW
 from step import clipped_update
 
@@ -56,3 +57,11 @@ def test_follows_torch_adamw_on_a_clipped_trace(dtype: torch.dtype, tensor_rate:
         expected = plain.state[their]
         assert compiled.state[mine].keys() == expected.keys()
         assert compiled.state[mine]["step"] == expected["step"] == 40
+
+
+def test_the_norm_of_a_large_gradient_is_exact() -> None:
+    gradient = torch.full((2**25,), 1e-3).bfloat16()  # all of one size: the worst case
+    exact = 2**12.5 * gradient[0].item()
+    for gradients in ([gradient], [gradient.view(2**10, -1)[:, :-1], gradient[: 2**10]]):
+        found = World(torch.device("cpu")).grad_norm(gradients)
+        assert found.item() == pytest.approx(exact, rel=1e-5)
