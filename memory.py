@@ -214,7 +214,8 @@ def moments(setup: Setup) -> list[Memory]:
         ("its gradients", before_end - block, ahead, waiting + block * width, 0, 0),
         ("its reduction", before_end - block, ahead - block, reduction(setup, block), 0, 0),
         ("gathered embedding", before_end, ends, waiting + ends * width, 0, 0),
-        ("embedding", before_end, 0, reduction(setup, ends), 0, embedding_bytes(setup)),
+        ("embedding", before_end, 0, reduction(setup, ends, of_own=False), 0,
+         embedding_bytes(setup)),
         ("optimizer", count_params(config), 0, 0, 0, 0),
     )  # fmt: skip
     return [
@@ -223,24 +224,26 @@ def moments(setup: Setup) -> list[Memory]:
     ]
 
 
-def reduction(setup: Setup, numel: int) -> int:
+def reduction(setup: Setup, numel: int, *, of_own: bool = True) -> int:
     """Bytes while FSDP2 reduces the gradients of a group (foreach_reduce).
 
-    They are copied into one buffer (which stands until the next group's reduction), then freed; the
-    buffer is reduced into a shard, which is cast to the parameters' dtype. The buffer is in fp32,
-    unless they are exchanged: then what arrives stands beside what was sent.
+    They are copied into one buffer (which stands until the next group's reduction), then freed
+    (unless they are not its ``of_own``: counted elsewhere); the buffer is reduced into a shard,
+    which is cast to the parameters' dtype. The buffer is in fp32, unless they are exchanged: then
+    what arrives stands beside what was sent.
     """
     width = setup.reduced_bytes
     shard = width + (setup.model_bytes if setup.model_bytes != width else 0)
     arrived = numel * width if setup.exchanged else 0
     reduced = arrived + numel * shard // setup.shards
-    return numel * width + max(numel * setup.compute_bytes, reduced)
+    return numel * width + max(numel * setup.compute_bytes * of_own, reduced)
 
 
 def embedding_bytes(setup: Setup) -> int:
-    """Bytes of the embedding's gradient, dense, and of its cast to the parameters' dtype."""
-    if setup.fsdp:  # counted with its reduction
-        return 0
+    """Bytes of the embedding's gradient, dense, and of its cast to the parameters' dtype.
+
+    FSDP reduces it after the backward, since no gradient leaves the embedding; it stands meanwhile.
+    """
     cast = setup.model_bytes if setup.casts_weights else 0
     return setup.config.vocab_size * setup.config.dim * (setup.compute_bytes + cast)
 

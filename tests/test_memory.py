@@ -248,12 +248,12 @@ def test_peaks_of_published_runs(path: Path) -> None:
     record = run.run or {}
     if record["config"]["compile"] and path.stem in ("all_1_batch_1", "all_2_batch_1"):
         pytest.skip("a CUDA graph has a pool of its own; the peak is below 10 GiB")
-    setup = setup_of_run(run)
+    setup, rel = setup_of_run(run), 0.01
     if record["commit"].startswith(TWO_DIMENSIONS):
-        setup = dataclasses.replace(setup, replicas=2)
+        setup, rel = dataclasses.replace(setup, replicas=2), 0.02
     peak_gib = max(step.peak_gib or 0 for step in run.steps)
     assert peak_gib > 10
-    assert predict(setup).allocated / GIB == pytest.approx(peak_gib, rel=0.01)
+    assert predict(setup).allocated / GIB == pytest.approx(peak_gib, rel=rel)
 
 
 def test_errors_of_published_probes() -> None:
@@ -265,7 +265,7 @@ def test_errors_of_published_probes() -> None:
     assert not [error for error in found if abs(float(error)) > 3]
     assert all(int(row[3]) - 1 <= int(row[-1]) <= int(row[3]) for row in simulated), "room for NCCL"
     errors, reserved = training_errors(PUBLISHED / "scaling")
-    assert len(errors) > 20 and max(map(abs, errors)) < 3
+    assert len(errors) > 20 and max(map(abs, errors)) < 2
     assert len(reserved) > 20 and max(map(abs, reserved)) < 5
 
 
