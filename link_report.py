@@ -4,6 +4,7 @@ Read from a folder that benchmarks/bench_links.py wrote; links.py has the model.
 """
 
 import statistics
+from functools import cached_property
 from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tables import told_tables
 FIGURE = "plots/published/links.png"  # as seen from README.md
 PROJECTED = (("all", 10), ("n_layers", 1))
 GPUS, GPUS_IN_TABLE = (4, 8, 16, 32, 64, 128, 256, 512), (4, 16, 64, 512)
+FITTED = ("n_layers", 1), "NVLink"  # the step from which the slowdown is taken
 LINKS_GB_PER_S = (50.0, 25.0, 12.5)  # between nodes, for each GPU
 WAYS = tuple(product(LINKS_GB_PER_S, (False, True)))  # with replicas or without
 COLLECTIVES = (("all_gather", "bfloat16"), ("all_to_all", "bfloat16"),
@@ -74,11 +76,28 @@ class Links:
                 raise ValueError(f"the optimizer's {update_s:g} s leave no time to compute")
         return groups, compute_s
 
+    def predicted_s(self, shape: Shape, transport: str, slowdown: float) -> float:
+        """Seconds of a step on two GPUs."""
+        (groups, compute_s), lines = self.compute(shape), self.lines(transport)
+        gather = lines[0].of_numbers(links.GATHERED_BYTES)
+        exchange = lines[1].of_numbers(links.EXCHANGED_BYTES)
+        step_s = links.step_s(groups, compute_s, gather=gather, scatter=exchange, slowdown=slowdown)
+        return step_s + links.update_s(groups, 2)
+
+    @cached_property
+    def slowdown(self) -> float:
+        """What a second of communication beside computation costs it, by the one step FITTED."""
+        (shape, transport), run = FITTED, self.steps.get(FITTED)
+        if run is None or (shape, "") not in self.steps or transport not in self.bandwidth:
+            return 0.0
+        none, whole = (self.predicted_s(shape, transport, slowdown) for slowdown in (0.0, 1.0))
+        return max(0.0, (median_step_s(run) - none) / (whole - none)) if whole > none else 0.0
+
     def projected(self, shape: Shape, gpus: int, gb_per_s: float, replicate: bool) -> float:
         """Tokens/s per GPU on many GPUs."""
         step_s = links.projected_step_s(
             *self.compute(shape), self.lines("NVLink"), gpus=gpus, gpus_per_node=GPUS_PER_NODE,
-            link_bytes_per_s=1e9 * gb_per_s, replicate=replicate,
+            link_bytes_per_s=1e9 * gb_per_s, replicate=replicate, slowdown=self.slowdown,
         )  # fmt: skip
         return tokens_per_gpu(self.steps[shape, ""]) / step_s
 
@@ -151,11 +170,9 @@ def step_row(found: Links, shape: Shape, transport: str) -> list[str]:
         with blaming(run.path):
             check_pair(run, alone)
     if alone and transport in found.bandwidth:
-        (groups, compute_s), lines = found.compute(shape), found.lines(transport)
+        predicted_s = found.predicted_s(shape, transport, found.slowdown)
+        groups, compute_s = found.compute(shape)
         update_s = links.update_s(groups, (run.run or {})["world_size"])
-        gather = lines[0].of_numbers(links.GATHERED_BYTES)
-        exchange = lines[1].of_numbers(links.EXCHANGED_BYTES)
-        predicted_s = links.step_s(groups, compute_s, gather=gather, scatter=exchange) + update_s
         alone_s, error = compute_s + update_s, predicted_s / measured_s - 1
         cells = [f"{1e3 * alone_s:.1f}", f"{100 * (1 - alone_s / measured_s):.1f}",
                  f"{1e3 * predicted_s:.1f}", f"{100 * error:+.1f}"]  # fmt: skip
@@ -206,7 +223,8 @@ def link_section(folder: Path) -> str:
         "links: projected": projected,
     }
     return told_tables(tables, most=GPUS[-1], gpus_per_node=GPUS_PER_NODE, starts=starts(found),
-                       figure=FIGURE, ways=ways, messages=messages, **what)  # fmt: skip
+                       figure=FIGURE, ways=ways, messages=messages, slowdown=found.slowdown,
+                       **what)  # fmt: skip
 
 
 def plot_projection(folder: Path, path: Path) -> None:

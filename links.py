@@ -121,7 +121,7 @@ def update_s(groups: Iterable[Group], shards: int) -> float:
 
 def step_s(
     groups: list[Group], compute_s: float, *, gather: Line, scatter: Line,
-    all_reduce: Line | None = None,
+    all_reduce: Line | None = None, slowdown: float = 0.0,
 ) -> float:  # fmt: skip
     """Seconds of forward and backward that take ``compute_s`` where nothing travels.
 
@@ -132,22 +132,30 @@ def step_s(
     all else, and the head, which comes last, stays gathered. A reduce-scatter begins after its
     group's backward. The two share a communicator: one runs after the other, as they are issued. An
     all-reduce over replicas follows its reduce-scatter, on a link of its own. What outlasts the
-    computation is exposed.
+    computation is exposed. The rest runs beside it, on the same multiprocessors and memory, and
+    each of its seconds costs ``slowdown`` more (Rashidi et al. 2021, Enabling Compute-Communication
+    Overlap in Distributed Deep Learning Training Platforms).
     """
     flops = sum(group.flops for group in groups)
     forward_s = [compute_s / 3 * group.flops / flops for group in groups]
     gather_s = [gather.seconds(group.num_params) for group in groups]
     clock = gather_s[0] + sum(map(max, forward_s, [*gather_s[1:], 0.0]))
     link_free = gathered = reduced = replicated = clock
+    busy_s = 2 * sum(gather_s) - gather_s[-1]
     for i in reversed(range(len(groups))):
         begin = max(clock, gathered)
         if i > 0:
             link_free = gathered = max(link_free, begin) + gather_s[i - 1]
         clock = begin + 2 * forward_s[i]
-        link_free = reduced = max(link_free, clock) + scatter.seconds(groups[i].num_params)
+        scatter_s = scatter.seconds(groups[i].num_params)
+        link_free = reduced = max(link_free, clock) + scatter_s
+        busy_s += scatter_s
         if all_reduce is not None:
             replicated = max(replicated, reduced) + all_reduce.seconds(groups[i].num_params)
-    return max(reduced, replicated)
+            busy_s += all_reduce.seconds(groups[i].num_params)
+    end = max(reduced, replicated)
+    hidden_s = min(busy_s - (end - compute_s), compute_s)
+    return end + slowdown * max(hidden_s, 0.0)
 
 
 def ring(measured: Line, *, gpus: int, nodes: int, link_bytes_per_s: float) -> Line:
@@ -168,7 +176,7 @@ def ring(measured: Line, *, gpus: int, nodes: int, link_bytes_per_s: float) -> L
 
 def projected_step_s(
     groups: list[Group], compute_s: float, lines: tuple[Line, Line, Line], *, gpus: int,
-    gpus_per_node: int, link_bytes_per_s: float, replicate: bool,
+    gpus_per_node: int, link_bytes_per_s: float, replicate: bool, slowdown: float = 0.0,
 ) -> float:  # fmt: skip
     """Seconds of a step on many GPUs: FSDP over all, or in each node with replicas across nodes.
 
@@ -192,5 +200,6 @@ def projected_step_s(
         all_reduce = Line(latency_s, 2 * (1 - 1 / nodes) / shards / link_bytes_per_s)
         all_reduce = all_reduce.of_numbers(REDUCED_BYTES)
     gather = gather.of_numbers(GATHERED_BYTES)
-    step = step_s(groups, compute_s, gather=gather, scatter=scatter, all_reduce=all_reduce)
+    step = step_s(groups, compute_s, gather=gather, scatter=scatter, all_reduce=all_reduce,
+                  slowdown=slowdown)  # fmt: skip
     return step + update_s(groups, shards)

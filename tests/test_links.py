@@ -15,6 +15,7 @@ from typing import cast
 import pytest
 from bench_links import BenchConfig
 
+import link_report
 from link_report import COLLECTIVES, Links, link_section, plot_projection, replicate_from
 from links import (
     SHAPES,
@@ -186,6 +187,27 @@ def test_communication_hides_where_the_schedule_lets_it(
     assert step_s(GROUPS, 6.0, **lines) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("gather", "scatter", "all_reduce", "expected"),
+    [
+        # Seven gathers, of which the computation hides four.
+        (0.5, 0, None, 7.5 + 4 * 0.5 / 2),
+        # Of four reductions it hides two, and so of all-reduces.
+        (0, 0.5, None, 7 + 2 * 0.5 / 2),
+        (0, 0, 1, 8 + 2 * 1 / 2),
+        # All of the computation runs beside a gather.
+        (3, 0, None, 21 + 6 / 2),
+        (0, 0, None, 6),
+    ],
+)
+def test_what_is_hidden_slows_down_what_is_computed(
+    gather: float, scatter: float, all_reduce: float | None, expected: float
+) -> None:
+    replicated = None if all_reduce is None else Line(all_reduce, 0)
+    lines = {"gather": Line(gather, 0), "scatter": Line(scatter, 0), "all_reduce": replicated}
+    assert step_s(GROUPS, 6.0, slowdown=0.5, **lines) == pytest.approx(expected)
+
+
 def test_gradients_are_exchanged_in_bf16_in_a_node_and_reduced_in_fp32_across_nodes() -> None:
     groups, byte = [Group(10, 0), Group(0, 1), Group(0, 1), Group(0, 0)], Line(0, 0.01)
     nothing = Line(0, 1e-18)
@@ -289,6 +311,23 @@ def test_the_report_says_what_the_logs_do(tmp_path: Path) -> None:
     assert row in section
     plot_projection(tmp_path, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").exists()
+
+
+def test_the_slowdown_is_that_of_one_step(tmp_path: Path, monkeypatch) -> None:
+    write_logs(tmp_path)
+    assert Links(tmp_path).slowdown == 0, "the step that it is taken from is not there"
+    monkeypatch.setattr(link_report, "FITTED", (("all", 10), "NVLink"))
+    ends, all_params = 335_544_320, 7_329_958_400
+    exposed_s = 4 * 10e-6 + 4 * (ends + 83_235_840) / 2 / 400e9
+    # 82 groups are gathered, all but the head (with its norm) again, and exchanged.
+    busy_s = 245 * 10e-6 + 2 * (3 * all_params - ends - 2560) / 2 / 400e9
+    slowdown = (0.2 - exposed_s) / (busy_s - exposed_s)
+    assert Links(tmp_path).slowdown == pytest.approx(slowdown)
+    section = link_section(tmp_path)
+    assert f"communication: {slowdown:.2f} seconds for each of its seconds" in section
+    assert "| 800.0 | 20.0 | 1000.0 | +0.0 | train_fsdp.py" in section
+    speed = Links(tmp_path).projected(("all", 10), 2, 12.5, False)
+    assert speed == pytest.approx(4096, rel=1e-6)
 
 
 def test_the_projection_by_hand(tmp_path: Path) -> None:
