@@ -261,7 +261,7 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     for simulated, label in ((False, "tried"), (True, "tried, ranks simulated (no NCCL)")):
         points = {(best["world_size"], best["num_parameters"]) for best in tried
                   if best["simulated"] == simulated}  # fmt: skip
-        if points := points if simulated else points | several:
+        if points := points - several if simulated else points | several:
             fill = "white" if simulated else "black"
             axes.plot(*zip(*sorted(points), strict=True), "o", color="black", label=label,
                       markerfacecolor=fill, zorder=3)  # fmt: skip

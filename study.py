@@ -34,7 +34,7 @@ WORDS = {
     "torch_version": "torch {}", "launched": "{}",
 }  # fmt: skip
 KEPT = "`--no-reshard-after-forward`"
-FSDP_DEFAULTS = {"reshard_after_forward": True, "cpu_offload": False}
+DEFAULTS = {"reshard_after_forward": True, "cpu_offload": False, "activation_checkpointing": "none"}
 FLAG_WORDS = {"reshard_after_forward": ("no reshard", "reshard"),
               "cpu_offload": ("no CPU offload", "CPU offload")}  # fmt: skip
 
@@ -162,7 +162,7 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
     _leave_defaults(names, own)
     _join_batches(rows, names, own)
     telling = [field for field in telling_settings(own, names) if field != "strategy"]
-    telling += [flag for flag, value in FSDP_DEFAULTS.items() if flag not in telling
+    telling += [flag for flag, value in DEFAULTS.items() if flag not in telling
                 and any(fields.get(flag) not in (None, value) for fields in own)]  # fmt: skip
     variants = [variant_of(fields, telling) for fields in own]
     hues, shapes = list(dict.fromkeys(names)), list(dict.fromkeys(variants))
@@ -176,11 +176,11 @@ def split_lines(points: pd.DataFrame) -> list[Line]:
 
 
 def _leave_defaults(names: Sequence[str], own: Sequence[dict[str, Any]]) -> None:
-    """Take from the settings what FSDP does by default, where all of a configuration tell it."""
-    for name, (flag, value) in itertools.product(set(names), FSDP_DEFAULTS.items()):
+    """Take from the settings what is done by default, where all of a configuration tell it."""
+    for name, (flag, value) in itertools.product(set(names), DEFAULTS.items()):
         those = [fields for fields, other in zip(own, names, strict=True) if other == name]
         if all(flag in fields for fields in those):
-            for fields in (fields for fields in those if fields[flag] is value):
+            for fields in (fields for fields in those if fields[flag] == value):
                 del fields[flag]
 
 
