@@ -54,9 +54,13 @@ def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
 
 
 def suits_small_heads(q_BTHK: Tensor) -> bool:
-    """Whether the kernels for small heads are built for these queries and this device."""
+    """Whether the kernels for small heads are built for these queries and this device.
+
+    They add the gradient of the queries up in no fixed order.
+    """
     return (
         q_BTHK.device.type == "cuda"
+        and not torch.are_deterministic_algorithms_enabled()
         and q_BTHK.dtype == torch.bfloat16
         and q_BTHK.shape[3] == _SMALL_HEAD
         and q_BTHK.shape[1] % _BLOCK == 0

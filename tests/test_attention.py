@@ -5,9 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+
+import attention
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,3 +44,16 @@ def test_output_and_gradients_are_those_of_the_formula() -> None:
     assert len(cases) == 8
     for *case, found in cases:
         assert max(found) < 2e-5, (case, found)
+
+
+def test_deterministic_runs_take_no_kernel_that_adds_in_any_order(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "_is_hopper_with_triton", lambda: True)
+    queries: Any = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 256, 4, 32)
+    )
+    assert attention.suits_small_heads(queries)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not attention.suits_small_heads(queries)
+    finally:
+        torch.use_deterministic_algorithms(False)

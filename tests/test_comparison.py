@@ -124,9 +124,11 @@ def test_checkpointing_stands_beside_the_same_without_it(write: Write, tmp_path:
     write([1.0, 1.0, 3_000.0], name=f"{H200}12_full.out", factor=12, flags=full)
     write([], name=f"{H200}14_full.out", factor=14, flags=full, status="out_of_memory")
     text = scaling_section(tmp_path / "logs")
-    rows = {size: row_of(text, f"`all` {size}")[4:] for size in (14,)}
-    rows |= {8: row_of(text, "`all` 8", "3,959,687,168", "yes", "1", "1")[4:]}
-    rows |= {12: row_of(text, "`all` 12", "12,281,515,008", "no", "1", "1")[4:]}
+    sizes = {8: "3,959,687,168", 12: "12,281,515,008", 14: "19,128,929,792"}
+    rows = {
+        size: row_of(text, f"`all` {size}", number, "yes" if size == 8 else "no", "1", "1")[4:]
+        for size, number in sizes.items()
+    }
     assert rows[8] == ["1", "full", "12,000", "34.69", "60.0", "16,000", "46.25", "60.0"]
     assert rows[12][1:3] + rows[12][4:] == ["full", "3,000", "60.0", "out of memory", "–", "–"]
     assert rows[14] == ["1", "full", "out of memory", "–", "–", "not run", "–", "–"]
