@@ -374,6 +374,7 @@ class Watch:
                 # In a slow phase (building, compiling) no step could end; else a rank is missing.
                 status = "preempted" if self._allow_s == SLOW_PHASE_S else "failed"
                 reason = "asked to end, and no step ended since"
+                reason += ": was a rank killed?" * (status == "failed")
                 return Failure(status, reason, self.phase, self._world.rank)
         return None
 

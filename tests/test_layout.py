@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Documentation is not held against anybody: docstrings, comments and blank lines are not counted.
-MAX_LINES_OF_CODE = 6706
+MAX_LINES_OF_CODE = 6795
 MAX_LINES_FUNCTION = 60
 MAX_LINES_DIFFERENT = 12
 
@@ -58,7 +58,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "parity": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "loss_figure": (f"{LOG_ROOMS} analysis parity", "numpy matplotlib"),
     "loss_ablation": (f"{LOG_ROOMS} cli analysis parity loss_figure", "numpy pandas tyro"),
-    "fit_report": (f"{LOG_ROOMS} memory analysis", "seaborn matplotlib"),
+    "fit_report": (f"{LOG_ROOMS} memory analysis tables", "seaborn matplotlib"),
     "link_report": (f"{LOG_ROOMS} links tables analysis", "seaborn matplotlib"),
     "study": (f"{LOG_ROOMS} analysis", "numpy pandas"),
     "comparison": (f"{LOG_ROOMS} breakdown tables analysis study", "numpy pandas"),
