@@ -121,15 +121,15 @@ def best_factors(folder: Path) -> dict[str, Any]:
     limits = [facts(run) for run, _ in measured_limits(folder)]
     real = [each for each in limits if each.strategy == "all"]
     real = {each.gpus: each for each in real if each.activation_checkpointing == "full"}
-    simulated = {gpus: size for gpus, size in found["simulated"].items() if gpus not in real}
-    gpus, sizes = zip(*sorted(simulated.items()), strict=True)
+    words = [told("answers: fits several", what=each) for each in real.values()]
+    if simulated := sorted((n, size) for n, size in found["simulated"].items() if n not in real):
+        words.append(told(
+            "answers: fits simulated", gpus=", ".join(str(gpus) for gpus, _ in simulated),
+            factors=", ".join(str(size[0]) for _, size in simulated),
+            sizes=", ".join(f"{size[1] / 1e9:.0f}" for _, size in simulated)))  # fmt: skip
     return {
         "load": found["load"][1][0], "load_parameters": found["load"][1][1],
-        "train": found["train"][1], **device,
-        "gpus": ", ".join(map(str, gpus)), "factors": ", ".join(str(size[0]) for size in sizes),
-        "sizes": ", ".join(f"{size[1] / 1e9:.0f}" for size in sizes),
-        "several": "".join(told("answers: fits several", what=each) + " "
-                           for each in real.values()),
+        "train": found["train"][1], **device, "several": " ".join(words),
     }  # fmt: skip
 
 
