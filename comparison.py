@@ -55,7 +55,7 @@ def read_points(runs: Sequence[RunLog], *, checkpointed: bool = False) -> list[A
         for row in study.rows_of(points.assign(speed=points["tokens_per_s"]))
         if all(getattr(row, field) == value for field, value in SAME.items())
         and not study.settings_of(row).get("cpu_offload")
-        and (row.activation_checkpointing != "none") == checkpointed
+        and row.activation_checkpointing in (("selective", "full") if checkpointed else ("none",))
     ]
 
 
@@ -107,14 +107,19 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
 
 def checkpointing_rows(checkpointed: Sequence[Any], points: Sequence[Any]) -> list[list[str]]:
     """What checkpointing costs and saves, beside the same size and batch without it."""
-    without = {(_key(row), row.batch_size): row for row in points if not study.ways_of(row)}
+
+    def settings(row: Any) -> dict[str, Any]:
+        return study.settings_of(row) | {"activation_checkpointing": None}
 
     def order(row: Any) -> tuple:
         return *_key(row), row.batch_size, row.activation_checkpointing
 
     cells = []
     for row in sorted(checkpointed, key=order):
-        base = without.get((_key(row), row.batch_size))
+        same = [other for other in points if _key(other) == _key(row)
+                and other.launched == row.launched
+                and study.same_settings(settings(other), settings(row))]  # fmt: skip
+        base = next(iter(same), None)
         cells.append([
             f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
             "yes" if row.fsdp else "no", _gpus(row), str(row.batch_size),

@@ -396,7 +396,7 @@ class Watch:
 
 
 def leave(status: str) -> NoReturn:
-    """End this process, of a run with several ranks, by one of EXIT_STATUS.
+    """End this process, which had a process group, with one of EXIT_STATUS.
 
     Not by sys.exit: an interpreter that shuts down would wait for collectives that never end, and
     it aborts where one of gloo's threads lets go of the last collective's tensor meanwhile.

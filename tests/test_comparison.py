@@ -123,6 +123,9 @@ def test_checkpointing_stands_beside_the_same_without_it(write: Write, tmp_path:
     write([1.0, 1.0, 12_000.0], name=f"{H200}8_full.out", factor=8, flags=full, **SHARDED)
     write([1.0, 1.0, 3_000.0], name=f"{H200}12_full.out", factor=12, flags=full)
     write([], name=f"{H200}14_full.out", factor=14, flags=full, status="out_of_memory")
+    # Of an older log nobody knows; and the same without it is compiled as well.
+    write([1.0, 1.0, 1.0], name=f"{H200}4.out", flags={"activation_checkpointing": None})
+    write([1.0, 1.0, 1.0], name=f"{H200}2_plain.out", factor=2, flags=full | {"compile": False})
     text = scaling_section(tmp_path / "logs")
     sizes = {8: "3,959,687,168", 12: "12,281,515,008", 14: "19,128,929,792"}
     rows = {
@@ -131,6 +134,7 @@ def test_checkpointing_stands_beside_the_same_without_it(write: Write, tmp_path:
     }
     assert rows[8] == ["1", "full", "12,000", "34.69", "60.0", "16,000", "46.25", "60.0"]
     assert rows[12][1:3] + rows[12][4:] == ["full", "3,000", "60.0", "out of memory", "–", "–"]
+    assert row_of(text, "`all` 2", "190,857,728", "no", "1", "1")[9] == "not run"
     assert rows[14] == ["1", "full", "out of memory", "–", "–", "not run", "–", "–"]
     head = "With checkpointing of activations"
     assert text.replace(text[text.index(head) :], "").strip() == before.strip()
