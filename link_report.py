@@ -171,9 +171,7 @@ def step_row(found: Links, shape: Shape, transport: str) -> list[str]:
             check_pair(run, alone)
     if alone and transport in found.bandwidth:
         predicted_s = found.predicted_s(shape, transport, found.slowdown)
-        groups, compute_s = found.compute(shape)
-        update_s = links.update_s(groups, (run.run or {})["world_size"])
-        alone_s, error = compute_s + update_s, predicted_s / measured_s - 1
+        alone_s, error = median_step_s(alone), predicted_s / measured_s - 1
         cells = [f"{1e3 * alone_s:.1f}", f"{100 * (1 - alone_s / measured_s):.1f}",
                  f"{1e3 * predicted_s:.1f}", f"{100 * error:+.1f}"]  # fmt: skip
     return [
