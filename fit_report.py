@@ -21,6 +21,7 @@ from tables import told
 # Smaller peaks are mostly what every process has.
 MIN_PEAK_GIB = 10.0
 GPUS = (1, 2, 4, 8, 16, 32, 64)
+MODES = get_args(ActivationCheckpointing)
 EARLIER_WALL = 14  # the largest `all` factor that the earlier experiment trained on any GPUs
 WHAT = ("scaling_strategy", "factor", "activation_checkpointing", "compile")
 STATE_BYTES = 8  # per parameter: bf16 parameter, gradient and two moments
@@ -185,9 +186,9 @@ def measured_limits(folder: Path) -> list[tuple[RunLog, RunLog]]:
     for run in load_runs(folder.with_name("scaling"))[0]:
         with blaming(run.path):
             what = facts(run)
-            if what.gpus > 1 and run.runs and (setup := setup_of_run(run)) == _by_default(what):
-                way = what.gpus, what.strategy, setup.checkpointing
-                ended.setdefault(way, {}).setdefault(run.status, []).append(run)
+            way, mode = (what.gpus, what.strategy), what.activation_checkpointing
+            if what.gpus > 1 and mode in MODES and setup_of_run(run) == _by_default(what):
+                ended.setdefault((*way, mode), {}).setdefault(run.status, []).append(run)
     limits = []
     for _, runs in sorted(ended.items()):
         trained = max(runs.get("completed", []), key=_factor, default=None)
@@ -214,10 +215,11 @@ def measured_rows(folder: Path) -> list[list[str]]:
     rows = []
     for run, out in measured_limits(folder):
         what, probe = facts(run), {"predicted_gib": predict(setup_of_run(run)).allocated / GIB}
+        with blaming(run.path):
+            errors = _prediction(probe | (run.end or {}))
         rows.append([
             str(what.gpus), f"`{what.strategy}`", str(what.activation_checkpointing),
-            str(what.factor), f"{what.num_parameters:,}", *_prediction(probe | (run.end or {})),
-            str(_factor(out)), run.path.name,
+            str(what.factor), f"{what.num_parameters:,}", *errors, str(_factor(out)), run.path.name,
         ])  # fmt: skip
     return rows
 
@@ -244,7 +246,7 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     runs = read_searches(folder)
     device_gib = max((run.run or {})["device_gib"] for run in runs)
     config = memory.FitConfig(gpu_memory_gib=device_gib)
-    for mode in get_args(ActivationCheckpointing):
+    for mode in MODES:
         setups = (
             memory.largest_of(config, memory.setup_of(config, gpus, False, mode))[1]
             for gpus in GPUS
