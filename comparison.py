@@ -2,7 +2,7 @@
 
 Its runs stand in data/original.csv (four GH200 nodes, parameters, gradients and optimizer step
 offloaded to the host in every FSDP run); ours are logs at the same batch and length, of as many
-GPUs or else of one.
+GPUs or else of fewer.
 """
 
 import math
@@ -139,8 +139,12 @@ def _key(row: Any, gpus: int | None = None) -> tuple[str, int, bool, int]:
 
 def comparison_rows(original: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
     """Both at every size that either ran, and the factor between the speeds."""
-    mine = {_key(row): row for row in ours}
-    pairs = [(row, mine.get(_key(row)) or mine.get(_key(row, 1))) for row in original]
+
+    def nearest(row: Any) -> Any:
+        same = [our for our in ours if _key(our, 1) == _key(row, 1) and our.gpus <= row.gpus]
+        return max(same, key=lambda our: our.gpus, default=None)
+
+    pairs = [(row, nearest(row)) for row in original]
     used = {_key(our) for _, our in pairs if our}
     pairs += [(None, row) for row in ours if _key(row) not in used]
 

@@ -280,7 +280,7 @@ def _gpu_parity(series: ParitySeries) -> str:
     words = told("parity: GPUs", devices=_devices(runs), series=where, moved_pct=100 * min(known),
                  most_pct=100 * max(known), enough_pct=100 * MIN_MOVED_SHARE,
                  unequal="".join(_unequal(*each) for each in series.comparisons),
-                 commits=_commits(runs), figure=LOSS_FIGURE)  # fmt: skip
+                 commits=_commits(series.runs), figure=LOSS_FIGURE)  # fmt: skip
     return f"{words}\n\n{parity_table(series.comparisons)}\n\n"
 
 

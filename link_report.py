@@ -20,8 +20,8 @@ from run_log import RunLog, blaming, read_run
 from tables import told_tables
 
 FIGURE = "plots/published/links.png"  # as seen from README.md
-PROJECTED = (("all", 10), ("n_layers", 1))
-GPUS, GPUS_IN_TABLE = (4, 8, 16, 32, 64, 128, 256, 512), (4, 16, 64, 512)
+PROJECTED = (("all", 6), ("n_layers", 1))
+GPUS, GPUS_IN_TABLE = (4, 8, 16, 32, 64, 128, 256, 512), (4, 16, 64, 256, 512)
 FITTED = ("n_layers", 1), "NVLink"  # the step from which the slowdown is taken
 LINKS_GB_PER_S = (50.0, 25.0, 12.5)  # between nodes, for each GPU
 WAYS = tuple(product(LINKS_GB_PER_S, (False, True)))  # with replicas or without
@@ -215,6 +215,8 @@ def link_section(folder: Path) -> str:
     ways = " | ".join(f"{link:g} GB/s, {'replicas' if r else 'FSDP'}" for link, r in WAYS)
     messages = " | ".join(f"{name} (GB/s)" for name in MESSAGES)
     what = found.bandwidth[ran[0][0]].run or {} if ran else {}
+    own = what.get("nccl_environment", {}).items()
+    environment = ", ".join(f"{name}={value}" for name, value in own) or "NCCL's defaults"
     tables = {
         "links: collectives": [bandwidth_row(found, *of) for of in ran],
         "links: steps": [step_row(found, *of) for of in stepped],
@@ -222,7 +224,8 @@ def link_section(folder: Path) -> str:
     }
     return told_tables(tables, most=GPUS[-1], gpus_per_node=GPUS_PER_NODE, starts=starts(found),
                        figure=FIGURE, ways=ways, messages=messages, slowdown=found.slowdown,
-                       **what)  # fmt: skip
+                       environment=environment, hop=1e6 * links.HOP_S,
+                       node_hop=1e6 * links.NODE_HOP_S, **what)  # fmt: skip
 
 
 def plot_projection(folder: Path, path: Path) -> None:
@@ -244,7 +247,9 @@ def plot_projection(folder: Path, path: Path) -> None:
         axes.minorticks_off()
     panels[0][0].set_ylabel("Tokens per second per GPU")
     panels[0][0].legend(title="Between nodes, for each GPU", fontsize=8)
-    figure.suptitle(f"Projected from two GPUs: speed on many, {GPUS_PER_NODE} in a node")
+    figure.suptitle(
+        f"Projected from two GPUs, a row each: speed on many, {GPUS_PER_NODE} in a node"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

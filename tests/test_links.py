@@ -263,6 +263,11 @@ def test_what_the_model_does_not_hold_for_is_refused() -> None:
             )
 
 
+@pytest.fixture(autouse=True)
+def projected(monkeypatch) -> None:
+    monkeypatch.setattr(link_report, "PROJECTED", (("all", 10), ("n_layers", 1)))
+
+
 def write_logs(folder: Path) -> None:
     """NVLink of 10 µs and 400 GB/s; `all` 10 in 1 s a step, or 0.8 s where nothing travels."""
     log = LogWriter(folder / "bandwidth.out")
