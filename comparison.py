@@ -117,7 +117,7 @@ def checkpointing_rows(checkpointed: Sequence[Any], points: Sequence[Any]) -> li
     cells = []
     for row in sorted(checkpointed, key=order):
         same = [other for other in points if _key(other) == _key(row)
-                and other.launched == row.launched
+                and study.ways_of(other) == study.ways_of(row)
                 and study.same_settings(settings(other), settings(row))]  # fmt: skip
         base = next(iter(same), None)
         cells.append([

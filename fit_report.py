@@ -117,7 +117,7 @@ def best_factors(folder: Path) -> dict[str, Any]:
                     size = min(size, _planned(best, record["device_gib"]))
                 found[kind][gpus] = max(size, found[kind].get(gpus, size))
                 device = {name: record[name] for name in ("device", "device_gib")}
-    if not all(found.values()):
+    if not (found["load"] and found["train"]):
         return {}
     limits = [facts(run) for run, _ in measured_limits(folder)]
     real = [each for each in limits if each.strategy == "all"]
@@ -177,23 +177,23 @@ def setup_of_run(run: RunLog) -> Setup:
 
 
 def measured_limits(folder: Path) -> list[tuple[RunLog, RunLog]]:
-    """(the largest that trained, the smallest that was out of memory) on several GPUs.
+    """(the largest that trained, the next size, which was out of memory) on several GPUs.
 
-    Of the runs of one row by default in the study beside the folder (``scaling``), for each number
-    of GPUs, strategy and checkpointing mode whose limit was found.
+    Of the runs of one row by default in the study beside the folder (``scaling``), for each device,
+    number of GPUs, strategy and checkpointing mode whose limit was found.
     """
     ended: dict[tuple, dict[str, list[RunLog]]] = {}
     for run in load_runs(folder.with_name("scaling"))[0]:
         with blaming(run.path):
             what = facts(run)
-            way, mode = (what.gpus, what.strategy), what.activation_checkpointing
+            way, mode = (what.device, what.gpus, what.strategy), what.activation_checkpointing
             if what.gpus > 1 and mode in MODES and setup_of_run(run) == _by_default(what):
                 ended.setdefault((*way, mode), {}).setdefault(run.status, []).append(run)
     limits = []
     for _, runs in sorted(ended.items()):
         trained = max(runs.get("completed", []), key=_factor, default=None)
-        out = min(runs.get("out_of_memory", []), key=_factor, default=None)
-        if trained and out and _factor(trained) < _factor(out):
+        failed = {_factor(run): run for run in runs.get("out_of_memory", [])}
+        if trained and (out := failed.get(_factor(trained) + 1)):
             limits.append((trained, out))
     return limits
 

@@ -145,7 +145,8 @@ class GraphedStep(EagerStep):
     """A step that is captured once as a CUDA graph and then replayed with one launch.
 
     Rows, loss scale and learning rate are copied to fixed places, which the captured kernels read.
-    The first steps are launched one by one, so the losses are those of an `EagerStep`.
+    The first steps are launched one by one. The rate is in fp32: some weights round otherwise than
+    in an `EagerStep`.
     """
 
     def __init__(

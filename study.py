@@ -179,7 +179,7 @@ def _leave_defaults(names: Sequence[str], own: Sequence[dict[str, Any]]) -> None
     """Take from the settings what is done by default, where all of a configuration tell it."""
     for name, (flag, value) in itertools.product(set(names), DEFAULTS.items()):
         those = [fields for fields, other in zip(own, names, strict=True) if other == name]
-        if all(flag in fields for fields in those):
+        if all(fields.get(flag) is not None for fields in those):
             for fields in (fields for fields in those if fields[flag] == value):
                 del fields[flag]
 

@@ -136,6 +136,15 @@ def test_checkpointing_stands_beside_the_same_without_it(write: Write, tmp_path:
     assert rows[12][1:3] + rows[12][4:] == ["full", "3,000", "60.0", "out of memory", "–", "–"]
     assert row_of(text, "`all` 2", "190,857,728", "no", "1", "1")[9] == "not run"
     assert rows[14] == ["1", "full", "out of memory", "–", "–", "not run", "–", "–"]
+    two = {"world_size": 2, **SHARDED}
+    for name, speed, own in (("a", 1000.0, {}), ("b", 700.0, {"replicas": 2})):
+        write([1.0, 1.0, speed], name=f"{H200}9{name}.out", factor=9, **two, **own)
+        write([1.0, 1.0, speed - 100], name=f"{H200}9{name}_full.out", factor=9, flags=full,
+              **two, **own)  # fmt: skip
+    several = scaling_section(tmp_path / "logs")
+    assert row_of(several, "`all` 9", "5,530,523,904", "yes", "2", "1", "full")[9] == "1,000"
+    replicas = row_of(several, "`all` 9", "5,530,523,904", "yes", "2, `--replicas 2`", "1", "full")
+    assert (replicas[6], replicas[9]) == ("600", "700")
     head = "With checkpointing of activations"
     assert text.replace(text[text.index(head) :], "").strip() == before.strip()
 

@@ -204,6 +204,8 @@ def test_repeats_are_pooled_and_their_range_is_the_bar(write: Write, tmp_path: P
         ({"flags": {"sequence_length": 512}}, ["sequence 4096", "sequence 512"]),
         ({"flags": {"model_dtype": "fp32"}}, ["bf16 weights", "fp32 weights"]),
         ({"flags": {"activation_checkpointing": "full"}}, ["", "checkpointing full"]),
+        ({"flags": {"activation_checkpointing": None}}, ["activation checkpointing not logged",
+                                                         "checkpointing none"]),
         ({"flags": {"compile": False}}, ["compiled", "not compiled"]),
         ({"flags": {"packing": False}}, ["not packing", "packing"]),
         ({"compute_dtype": "float32"}, ["bf16 compute", "fp32 compute"]),
