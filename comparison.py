@@ -90,7 +90,7 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
 
     def gain(row: Any) -> float:
         base = alone.get(_key(row))
-        if base is None or not _same(base, row) or not base.speed:
+        if base is None or not _same(base, row, but="batch_size") or not base.speed:
             return math.nan
         return row.speed / base.speed
 
@@ -108,18 +108,14 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
 def checkpointing_rows(checkpointed: Sequence[Any], points: Sequence[Any]) -> list[list[str]]:
     """What checkpointing costs and saves, beside the same size and batch without it."""
 
-    def settings(row: Any) -> dict[str, Any]:
-        return study.settings_of(row) | {"activation_checkpointing": None}
-
     def order(row: Any) -> tuple:
         return *_key(row), row.batch_size, row.activation_checkpointing
 
     cells = []
     for row in sorted(checkpointed, key=order):
-        same = [other for other in points if _key(other) == _key(row)
-                and study.ways_of(other) == study.ways_of(row)
-                and study.same_settings(settings(other), settings(row))]  # fmt: skip
-        base = next(iter(same), None)
+        base = next((other for other in points if _key(other) == _key(row)
+                     and study.ways_of(other) == study.ways_of(row)
+                     and _same(other, row, but="activation_checkpointing")), None)  # fmt: skip
         cells.append([
             f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
             "yes" if row.fsdp else "no", _gpus(row), str(row.batch_size),
@@ -261,9 +257,9 @@ def _our_pairs(rows: Sequence[Any], candidates: Sequence[Any]) -> list[tuple[Any
     return [(row, base) for row, base in held if base]
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two rows of ours have the same settings but the batch."""
-    settings = (study.settings_of(row) | {"batch_size": 1} for row in (one, other))
+def _same(one: Any, other: Any, *, but: str) -> bool:
+    """Whether two rows of ours have the same settings ``but`` one."""
+    settings = (study.settings_of(row) | {but: None} for row in (one, other))
     return study.same_settings(*settings)
 
 

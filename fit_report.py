@@ -119,7 +119,7 @@ def best_factors(folder: Path) -> dict[str, Any]:
                 device = {name: record[name] for name in ("device", "device_gib")}
     if not (found["load"] and found["train"]):
         return {}
-    limits = [facts(run) for run, _ in measured_limits(folder)]
+    limits = [facts(run) for run in measured_limits(folder)]
     real = [each for each in limits if each.strategy == "all"]
     real = {each.gpus: each for each in real if each.activation_checkpointing == "full"}
     words = [told("answers: fits several", what=each) for each in real.values()]
@@ -176,25 +176,25 @@ def setup_of_run(run: RunLog) -> Setup:
     )  # fmt: skip
 
 
-def measured_limits(folder: Path) -> list[tuple[RunLog, RunLog]]:
-    """(the largest that trained, the next size, which was out of memory) on several GPUs.
+def measured_limits(folder: Path) -> list[RunLog]:
+    """The largest that trained on several GPUs, where the next size was out of memory.
 
     Of the runs of one row by default in the study beside the folder (``scaling``), for each device,
     number of GPUs, strategy and checkpointing mode whose limit was found.
     """
-    ended: dict[tuple, dict[str, list[RunLog]]] = {}
+    ended: dict[tuple, dict[str, dict[int, RunLog]]] = {}
     for run in load_runs(folder.with_name("scaling"))[0]:
         with blaming(run.path):
             what = facts(run)
             way, mode = (what.device, what.gpus, what.strategy), what.activation_checkpointing
             if what.gpus > 1 and mode in MODES and setup_of_run(run) == _by_default(what):
-                ended.setdefault((*way, mode), {}).setdefault(run.status, []).append(run)
+                by_factor = ended.setdefault((*way, mode), {}).setdefault(run.status, {})
+                by_factor.setdefault(what.factor, run)
     limits = []
     for _, runs in sorted(ended.items()):
-        trained = max(runs.get("completed", []), key=_factor, default=None)
-        failed = {_factor(run): run for run in runs.get("out_of_memory", [])}
-        if trained and (out := failed.get(_factor(trained) + 1)):
-            limits.append((trained, out))
+        trained, failed = (runs.get(status, {}) for status in ("completed", "out_of_memory"))
+        if (largest := max(trained, default=0)) and largest + 1 in failed:
+            limits.append(trained[largest])
     return limits
 
 
@@ -206,21 +206,18 @@ def _by_default(what: RunFacts) -> Setup:
     return replace(like, config=config)
 
 
-def _factor(run: RunLog) -> int:
-    return facts(run).factor
-
-
 def measured_rows(folder: Path) -> list[list[str]]:
     """A row for each of `measured_limits`."""
     rows = []
-    for run, out in measured_limits(folder):
-        what, probe = facts(run), {"predicted_gib": predict(setup_of_run(run)).allocated / GIB}
+    for run in measured_limits(folder):
         with blaming(run.path):
-            errors = _prediction(probe | (run.end or {}))
-        rows.append([
-            str(what.gpus), f"`{what.strategy}`", str(what.activation_checkpointing),
-            str(what.factor), f"{what.num_parameters:,}", *errors, str(_factor(out)), run.path.name,
-        ])  # fmt: skip
+            what, predicted_gib = facts(run), predict(setup_of_run(run)).allocated / GIB
+            rows.append([
+                str(what.gpus), f"`{what.strategy}`", str(what.activation_checkpointing),
+                str(what.factor), f"{what.num_parameters:,}",
+                *_prediction({**(run.end or {}), "predicted_gib": predicted_gib}),
+                str(what.factor + 1), run.path.name,
+            ])  # fmt: skip
     return rows
 
 
@@ -258,7 +255,7 @@ def plot_what_fits(folder: Path, path: Path) -> None:
     searches = (run for run in runs if not _is_single(run))
     tried = [best for run in searches if (best := best_probe(run)) and best["mode"] == "train"]
     tried = [best for best in tried if best["scaling_strategy"] == "all"]
-    real = [facts(run) for run, _ in measured_limits(folder)]
+    real = [facts(run) for run in measured_limits(folder)]
     several = {(what.gpus, what.num_parameters) for what in real if what.strategy == "all"}
     for simulated, label in ((False, "tried"), (True, "tried, ranks simulated (no NCCL)")):
         points = {(best["world_size"], best["num_parameters"]) for best in tried

@@ -3,6 +3,7 @@
 Read from a folder that benchmarks/bench_links.py wrote; links.py has the model.
 """
 
+import math
 import statistics
 from functools import cached_property
 from itertools import product, takewhile
@@ -76,35 +77,40 @@ class Links:
                 raise ValueError(f"the optimizer's {update_s:g} s leave no time to compute")
         return groups, compute_s
 
-    def predicted_s(self, shape: Shape, transport: str, slowdown: float) -> float:
-        """Seconds of a step on two GPUs."""
-        (groups, compute_s), lines = self.compute(shape), self.lines(transport)
-        gather = lines[0].of_numbers(links.GATHERED_BYTES)
-        exchange = lines[1].of_numbers(links.EXCHANGED_BYTES)
-        step_s = links.step_s(groups, compute_s, gather=gather, scatter=exchange, slowdown=slowdown)
-        return step_s + links.update_s(groups, 2)
+    def is_predictable(self, shape: Shape, transport: str) -> bool:
+        """Whether enough was measured to predict its step."""
+        return (shape, "") in self.steps and transport in self.bandwidth
+
+    def predicted_s(
+        self, shape: Shape, transport: str, slowdown: float, *, gpus: int = 2,
+        gb_per_s: float = math.inf, replicate: bool = False,
+    ) -> float:  # fmt: skip
+        """Seconds of a step; ``gb_per_s`` between nodes, for each GPU."""
+        return links.projected_step_s(
+            *self.compute(shape), self.lines(transport), gpus=gpus, gpus_per_node=GPUS_PER_NODE,
+            link_bytes_per_s=1e9 * gb_per_s, replicate=replicate, slowdown=slowdown,
+        )  # fmt: skip
 
     @cached_property
     def slowdown(self) -> float:
         """What a second of communication beside computation costs it, by the one step FITTED."""
         (shape, transport), run = FITTED, self.steps.get(FITTED)
-        if run is None or (shape, "") not in self.steps or transport not in self.bandwidth:
+        if run is None or not self.is_predictable(shape, transport):
             return 0.0
         none, whole = (self.predicted_s(shape, transport, slowdown) for slowdown in (0.0, 1.0))
         return max(0.0, (median_step_s(run) - none) / (whole - none)) if whole > none else 0.0
 
     def projected(self, shape: Shape, gpus: int, gb_per_s: float, replicate: bool) -> float:
         """Tokens/s per GPU on many GPUs."""
-        step_s = links.projected_step_s(
-            *self.compute(shape), self.lines("NVLink"), gpus=gpus, gpus_per_node=GPUS_PER_NODE,
-            link_bytes_per_s=1e9 * gb_per_s, replicate=replicate, slowdown=self.slowdown,
-        )  # fmt: skip
+        step_s = self.predicted_s(
+            shape, "NVLink", self.slowdown, gpus=gpus, gb_per_s=gb_per_s, replicate=replicate
+        )
         return tokens_per_gpu(self.steps[shape, ""]) / step_s
 
     @property
     def projectable(self) -> list[Shape]:
         """Models of which enough was measured."""
-        return [s for s in PROJECTED if (s, "") in self.steps and "NVLink" in self.bandwidth]
+        return [shape for shape in PROJECTED if self.is_predictable(shape, "NVLink")]
 
 
 def measured(run: RunLog) -> tuple[Shape | None, str]:
