@@ -73,11 +73,14 @@ def _one_each(rows: list[Any]) -> list[Any]:
     rows = [
         row for row in rows if not study.ways_of(row) or (*_key(row), row.batch_size) not in usual
     ]
-    keys = [(*_key(row), row.batch_size) for row in rows]
+    _refuse_twins([(*_key(row), row.batch_size) for row in rows])
+    return rows
+
+
+def _refuse_twins(keys: Sequence[tuple]) -> None:
     if twice := {key for key in keys if keys.count(key) > 1}:
         names = "strategy {}, factor {}, FSDP {}, GPUs {}, batch {}".format(*sorted(twice)[0])
         raise ValueError(f"runs of several configurations, or ends, compete for one row: {names}")
-    return rows
 
 
 def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
@@ -106,16 +109,24 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
 
 
 def checkpointing_rows(checkpointed: Sequence[Any], points: Sequence[Any]) -> list[list[str]]:
-    """What checkpointing costs and saves, beside the same size and batch without it."""
+    """What checkpointing costs and saves, beside the same size and batch without it.
+
+    Raises ValueError where two of our configurations answer to one row.
+    """
 
     def order(row: Any) -> tuple:
-        return *_key(row), row.batch_size, row.activation_checkpointing
+        way = row.activation_checkpointing, study.ways_of(row)
+        return *_key(row), row.batch_size, *way
 
+    _refuse_twins([order(row) for row in checkpointed])
     cells = []
     for row in sorted(checkpointed, key=order):
-        base = next((other for other in points if _key(other) == _key(row)
-                     and study.ways_of(other) == study.ways_of(row)
-                     and _same(other, row, but="activation_checkpointing")), None)  # fmt: skip
+        bases = [other for other in points if _key(other) == _key(row)
+                 and study.ways_of(other) == study.ways_of(row)
+                 and _same(other, row, but="activation_checkpointing")]  # fmt: skip
+        bases = [other for other in bases if other.status == "trained"] or bases
+        _refuse_twins([order(other) for other in bases])
+        base = next(iter(bases), None)
         cells.append([
             f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
             "yes" if row.fsdp else "no", _gpus(row), str(row.batch_size),

@@ -179,23 +179,28 @@ def setup_of_run(run: RunLog) -> Setup:
 def measured_limits(folder: Path) -> list[RunLog]:
     """The largest that trained on several GPUs, where the next size was out of memory.
 
-    Of the runs of one row by default in the study beside the folder (``scaling``), for each device,
-    number of GPUs, strategy and checkpointing mode whose limit was found.
+    Of the runs of one row by default in the study beside the folder (``scaling``), for each number
+    of GPUs, strategy and checkpointing mode whose limit was found. Raises ValueError where these
+    are of several devices, or versions of torch.
     """
     ended: dict[tuple, dict[str, dict[int, RunLog]]] = {}
     for run in load_runs(folder.with_name("scaling"))[0]:
         with blaming(run.path):
-            what = facts(run)
-            way, mode = (what.device, what.gpus, what.strategy), what.activation_checkpointing
-            if what.gpus > 1 and mode in MODES and setup_of_run(run) == _by_default(what):
-                by_factor = ended.setdefault((*way, mode), {}).setdefault(run.status, {})
+            what, flags = facts(run), run.runs[-1]["config"]
+            mode, usual = what.activation_checkpointing, not (what.launched or flags.get("profile"))
+            if what.gpus > 1 and mode in MODES and usual and setup_of_run(run) == _by_default(what):
+                way = what.gpus, what.strategy, mode, str(what.device), str(what.torch_version)
+                by_factor = ended.setdefault(way, {}).setdefault(run.status, {})
                 by_factor.setdefault(what.factor, run)
-    limits = []
-    for _, runs in sorted(ended.items()):
+    limits = {}
+    for way, runs in sorted(ended.items()):
         trained, failed = (runs.get(status, {}) for status in ("completed", "out_of_memory"))
         if (largest := max(trained, default=0)) and largest + 1 in failed:
-            limits.append(trained[largest])
-    return limits
+            limits[way] = trained[largest]
+    if len({way[3:] for way in limits}) > 1:
+        names = ", ".join(run.path.name for run in limits.values())
+        raise ValueError(f"limits of several devices or versions of torch: {names}")
+    return list(limits.values())
 
 
 def _by_default(what: RunFacts) -> Setup:

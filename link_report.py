@@ -18,7 +18,7 @@ from analysis import find_logs
 from hardware import GPUS_PER_NODE
 from model_config import TransformerConfig
 from run_log import RunLog, blaming, read_run
-from tables import told_tables
+from tables import told, told_tables
 
 FIGURE = "plots/published/links.png"  # as seen from README.md
 PROJECTED = (("all", 6), ("n_layers", 1))
@@ -48,6 +48,9 @@ class Links:
                 run = read_run(path)
                 if (of := measured(run)) in found:
                     raise ValueError(f"{found[of].path.name} is of the same")
+                if found and conditions(run) != conditions(first := next(iter(found.values()))):
+                    raise ValueError(f"of {conditions(run)}, but {first.path.name} of "
+                                     f"{conditions(first)}")  # fmt: skip
                 found[of] = run
         self.bandwidth = {way: run for (shape, way), run in found.items() if shape is None}
         self.steps = {(shape, way): run for (shape, way), run in found.items() if shape}
@@ -91,14 +94,38 @@ class Links:
             link_bytes_per_s=1e9 * gb_per_s, replicate=replicate, slowdown=slowdown,
         )  # fmt: skip
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the one step from which the slowdown is taken was measured."""
+        return FITTED in self.steps and self.is_predictable(*FITTED)
+
     @cached_property
     def slowdown(self) -> float:
-        """What a second of communication beside computation costs it, by the one step FITTED."""
-        (shape, transport), run = FITTED, self.steps.get(FITTED)
-        if run is None or not self.is_predictable(shape, transport):
+        """What a second of communication beside computation costs it, by the one step FITTED.
+
+        Raises ValueError where it would cost more than alone, which is no slowdown.
+        """
+        if not self.is_fitted:
             return 0.0
-        none, whole = (self.predicted_s(shape, transport, slowdown) for slowdown in (0.0, 1.0))
-        return max(0.0, (median_step_s(run) - none) / (whole - none)) if whole > none else 0.0
+        run = self.steps[FITTED]
+        none, whole = (self.predicted_s(*FITTED, slowdown) for slowdown in (0.0, 1.0))
+        with blaming(run.path):
+            if (measured_s := median_step_s(run)) > whole:
+                raise ValueError(
+                    f"a step of {measured_s:g} s, but {whole:g} s if nothing is hidden"
+                )
+        return max(0.0, (measured_s - none) / (whole - none)) if whole > none else 0.0
+
+    def error(self, shape: Shape, transport: str) -> float:
+        """By which share the prediction of a measured step is off; above 0: too slow."""
+        measured_s = median_step_s(self.steps[shape, transport])
+        return self.predicted_s(shape, transport, self.slowdown) / measured_s - 1
+
+    @cached_property
+    def margin(self) -> float:
+        """The largest error of the predictions over NVLink, of which projections are made."""
+        steps = (of for of in self.steps if of[1] == "NVLink" and self.is_predictable(*of))
+        return max((abs(self.error(*of)) for of in steps), default=0.0)
 
     def projected(self, shape: Shape, gpus: int, gb_per_s: float, replicate: bool) -> float:
         """Tokens/s per GPU on many GPUs."""
@@ -129,6 +156,15 @@ def measured(run: RunLog) -> tuple[Shape | None, str]:
     return shape, links.transport_of(record)
 
 
+def conditions(run: RunLog) -> dict[str, Any]:
+    """What all logs of a series share: GPU, versions, and NCCL's settings but its transport."""
+    record = run.run or {}
+    versions = {name: record["versions"][name] for name in ("torch", "nccl")}
+    switches = set().union(*links.TRANSPORTS.values())
+    settings = {k: v for k, v in record["nccl_environment"].items() if k not in switches}
+    return {"device": record["device"], **versions, **settings}
+
+
 def check_pair(real: RunLog, alone: RunLog) -> None:
     """Raise ValueError where these are not the same step, with and without communication."""
     flags, others = ((run.run or {})["config"] for run in (real, alone))
@@ -147,13 +183,16 @@ def tokens_per_gpu(run: RunLog) -> float:
 def windows_s(run: RunLog) -> list[float]:
     """Seconds of a step in each logged window but the first, which is the warm-up."""
     first = (run.run or {})["config"]["logging_frequency"]
-    return [step.step_s for step in run.steps if step.step > first and step.step_s]
+    return [step.step_s for step in run.steps if step.step > first and step.step_s is not None]
 
 
 def median_step_s(run: RunLog) -> float:
-    """Median of `windows_s`. Raises ValueError, with the log's name, where there are none."""
+    """Median of `windows_s`. Raises ValueError, with the log's name, where one is no time."""
     with blaming(run.path):
-        return statistics.median(windows_s(run))
+        times_s = windows_s(run)
+        if not all(0 < seconds < math.inf for seconds in times_s):
+            raise ValueError(f"steps take {times_s} s")
+        return statistics.median(times_s)
 
 
 def bandwidth_row(found: Links, transport: str, kind: tuple[str, str]) -> list[str]:
@@ -176,10 +215,9 @@ def step_row(found: Links, shape: Shape, transport: str) -> list[str]:
         with blaming(run.path):
             check_pair(run, alone)
     if alone and transport in found.bandwidth:
-        predicted_s = found.predicted_s(shape, transport, found.slowdown)
-        alone_s, error = median_step_s(alone), predicted_s / measured_s - 1
+        alone_s, error = median_step_s(alone), found.error(shape, transport)
         cells = [f"{1e3 * alone_s:.1f}", f"{100 * (1 - alone_s / measured_s):.1f}",
-                 f"{1e3 * predicted_s:.1f}", f"{100 * error:+.1f}"]  # fmt: skip
+                 f"{1e3 * (1 + error) * measured_s:.1f}", f"{100 * error:+.1f}"]  # fmt: skip
     return [
         f"`{shape[0]}` {shape[1]}", transport, f"{tokens_per_gpu(run) / measured_s:,.0f}",
         f"{1e3 * measured_s:.1f}", f"{100 * (max(times_s) - min(times_s)) / measured_s:.1f}",
@@ -188,11 +226,14 @@ def step_row(found: Links, shape: Shape, transport: str) -> list[str]:
 
 
 def replicate_from(found: Links, shape: Shape, gb_per_s: float) -> int | None:
-    """Fewest GPUs from which replicas are faster, there and on more; None: never."""
+    """Fewest GPUs from which replicas are faster, there and on more, by more than `Links.margin`.
+
+    None: on none of `GPUS`.
+    """
 
     def pays(gpus: int) -> bool:
         whole, replicas = (found.projected(shape, gpus, gb_per_s, how) for how in (False, True))
-        return replicas > whole
+        return replicas > (1 + found.margin) * whole
 
     several_nodes = [gpus for gpus in GPUS if gpus > GPUS_PER_NODE]
     return min(takewhile(pays, reversed(several_nodes)), default=None)
@@ -221,17 +262,22 @@ def link_section(folder: Path) -> str:
     ways = " | ".join(f"{link:g} GB/s, {'replicas' if r else 'FSDP'}" for link, r in WAYS)
     messages = " | ".join(f"{name} (GB/s)" for name in MESSAGES)
     what = found.bandwidth[ran[0][0]].run or {} if ran else {}
-    own = what.get("nccl_environment", {}).items()
-    environment = ", ".join(f"{name}={value}" for name, value in own) or "NCCL's defaults"
+    own = conditions(found.bandwidth[ran[0][0]]).items() if ran else ()
+    settings = ", ".join(f"{name}={value}" for name, value in own if name.startswith("NCCL_"))
+    fitted = f"`{FITTED[0][0]}` {FITTED[0][1]} over {FITTED[1]}"
+    slowdown = told("links: fitted" if found.is_fitted else "links: not fitted",
+                    slowdown=found.slowdown, step=fitted)  # fmt: skip
     tables = {
         "links: collectives": [bandwidth_row(found, *of) for of in ran],
         "links: steps": [step_row(found, *of) for of in stepped],
         "links: projected": projected,
     }
-    return told_tables(tables, most=GPUS[-1], gpus_per_node=GPUS_PER_NODE, starts=starts(found),
-                       figure=FIGURE, ways=ways, messages=messages, slowdown=found.slowdown,
-                       environment=environment, hop=1e6 * links.HOP_S,
-                       node_hop=1e6 * links.NODE_HOP_S, **what)  # fmt: skip
+    return told_tables(
+        tables, most=GPUS[-1], gpus_per_node=GPUS_PER_NODE, starts=starts(found), figure=FIGURE,
+        ways=ways, messages=messages, slowdown=slowdown, margin=100 * found.margin,
+        environment=settings or "NCCL's defaults", hop=1e6 * links.HOP_S,
+        node_hop=1e6 * links.NODE_HOP_S, **what,
+    )  # fmt: skip
 
 
 def plot_projection(folder: Path, path: Path) -> None:

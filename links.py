@@ -8,6 +8,7 @@ _fsdp_param_group.py): see `step_s`.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from model_config import ScalingStrategy, TransformerConfig, count_block_params
@@ -119,6 +120,25 @@ def update_s(groups: Iterable[Group], shards: int) -> float:
     return UPDATE_BYTES * sum(g.num_params for g in groups) / shards / MEMORY_BYTES_PER_S
 
 
+class _Track:
+    """What a link or the multiprocessors do: one thing at a time, in the order it is asked for."""
+
+    def __init__(self) -> None:
+        self.free, self.busy = 0.0, list[tuple[float, float]]()
+
+    def add(self, ready_s: float, seconds: float) -> float:
+        """Take so long, from when all is ready and what came before is done; return the end."""
+        begin = max(ready_s, self.free)
+        self.free = begin + seconds
+        self.busy.append((begin, self.free))
+        return self.free
+
+    def seconds_beside(self, other: "_Track") -> float:
+        """Of the seconds in which this one is busy, those in which the other one is too."""
+        shared = (min(x[1], y[1]) - max(x[0], y[0]) for x, y in product(self.busy, other.busy))
+        return sum(seconds for seconds in shared if seconds > 0)
+
+
 def step_s(
     groups: list[Group], compute_s: float, *, gather: Line, scatter: Line,
     all_reduce: Line | None = None, slowdown: float = 0.0,
@@ -132,30 +152,29 @@ def step_s(
     all else, and the head, which comes last, stays gathered. A reduce-scatter begins after its
     group's backward. The two share a communicator: one runs after the other, as they are issued. An
     all-reduce over replicas follows its reduce-scatter, on a link of its own. What outlasts the
-    computation is exposed. The rest runs beside it, on the same multiprocessors and memory, and
-    each of its seconds costs ``slowdown`` more (Rashidi et al. 2021, Enabling Compute-Communication
-    Overlap in Distributed Deep Learning Training Platforms).
+    computation is exposed. What runs beside it runs on the same multiprocessors and memory, and
+    each of these seconds, of each of the two links, costs ``slowdown`` more (Rashidi et al. 2021,
+    Enabling Compute-Communication Overlap in Distributed Deep Learning Training Platforms).
     """
     flops = sum(group.flops for group in groups)
     forward_s = [compute_s / 3 * group.flops / flops for group in groups]
     gather_s = [gather.seconds(group.num_params) for group in groups]
-    clock = gather_s[0] + sum(map(max, forward_s, [*gather_s[1:], 0.0]))
-    link_free = gathered = reduced = replicated = clock
-    busy_s = 2 * sum(gather_s) - gather_s[-1]
+    compute, link, replicas = _Track(), _Track(), _Track()
+    gathered = link.add(0.0, gather_s[0])
+    for seconds, next_s in zip(forward_s, [*gather_s[1:], 0.0], strict=True):
+        begin = max(gathered, compute.free)
+        gathered = link.add(begin, next_s)
+        compute.add(begin, seconds)
     for i in reversed(range(len(groups))):
-        begin = max(clock, gathered)
+        begin = max(gathered, compute.free)
         if i > 0:
-            link_free = gathered = max(link_free, begin) + gather_s[i - 1]
-        clock = begin + 2 * forward_s[i]
-        scatter_s = scatter.seconds(groups[i].num_params)
-        link_free = reduced = max(link_free, clock) + scatter_s
-        busy_s += scatter_s
+            gathered = link.add(begin, gather_s[i - 1])
+        compute.add(begin, 2 * forward_s[i])
+        reduced = link.add(compute.free, scatter.seconds(groups[i].num_params))
         if all_reduce is not None:
-            replicated = max(replicated, reduced) + all_reduce.seconds(groups[i].num_params)
-            busy_s += all_reduce.seconds(groups[i].num_params)
-    end = max(reduced, replicated)
-    hidden_s = min(busy_s - (end - compute_s), compute_s)
-    return end + slowdown * max(hidden_s, 0.0)
+            replicas.add(reduced, all_reduce.seconds(groups[i].num_params))
+    beside_s = link.seconds_beside(compute) + replicas.seconds_beside(compute)
+    return max(link.free, replicas.free) + slowdown * beside_s
 
 
 def ring(measured: Line, *, gpus: int, nodes: int, link_bytes_per_s: float) -> Line:

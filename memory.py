@@ -92,6 +92,7 @@ class Memory:
     unsharded_gradients: int = 0
     activations: int = 0
     loss: int = 0
+    embedding_gradient: int = 0
     workspace: int = 0
     communication: int = 0
     host: int = 0
@@ -218,10 +219,13 @@ def moments(setup: Setup) -> list[Memory]:
          embedding_bytes(setup)),
         ("optimizer", count_params(config), 0, 0, 0, 0),
     )  # fmt: skip
-    return [
-        _at_moment(setup, name, done, gathered, reducing, Memory(activations=saved, loss=loss))
-        for name, done, gathered, reducing, saved, loss in parts
+    rest = [
+        Memory(activations=saved, embedding_gradient=other)
+        if name == "embedding"
+        else Memory(activations=saved, loss=other)
+        for name, *_, saved, other in parts
     ]
+    return [_at_moment(setup, *part[:4], own) for part, own in zip(parts, rest, strict=True)]
 
 
 def reduction(setup: Setup, numel: int, *, of_own: bool = True) -> int:

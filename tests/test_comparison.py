@@ -14,6 +14,7 @@ from analysis import facts, load_runs, mean_metrics
 from comparison import (
     ORIGINAL,
     at_batch_1,
+    checkpointing_rows,
     cost_summary,
     findings,
     read_original,
@@ -147,6 +148,26 @@ def test_checkpointing_stands_beside_the_same_without_it(write: Write, tmp_path:
     assert (replicas[6], replicas[9]) == ("600", "700")
     head = "With checkpointing of activations"
     assert text.replace(text[text.index(head) :], "").strip() == before.strip()
+
+
+def test_checkpointing_is_held_against_what_trained(write: Write, tmp_path: Path) -> None:
+    full, logs = {"activation_checkpointing": "full"}, tmp_path / "logs"
+    write([1.0, 1.0, 8.0], name=f"{H200}full.out", flags=full)
+    write([], name=f"{H200}a.out", status="out_of_memory")
+    write([1.0, 1.0, 16.0], name=f"{H200}b.out")
+
+    def rows() -> list[list[str]]:
+        runs = load_runs(logs)[0]
+        return checkpointing_rows(read_points(runs, checkpointed=True), read_points(runs))
+
+    assert rows()[0][-3] == "16"
+    other = write([1.0, 1.0, 9.0], name=f"{H200}fp32.out", flags={"model_dtype": "fp32", **full})
+    with pytest.raises(ValueError, match="compete for one row: strategy all, factor 2, FSDP False"):
+        rows()
+    other.unlink()
+    write([1.0, 1.0, 9.0], name=f"{H200}c.out", flags={"packed": True})
+    with pytest.raises(ValueError, match="compete for one row: strategy all, factor 2, FSDP False"):
+        rows()
 
 
 def test_findings_do_not_depend_on_chance(write: Write, tmp_path: Path) -> None:

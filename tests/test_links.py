@@ -16,6 +16,7 @@ import pytest
 from bench_links import BenchConfig
 
 import link_report
+import links
 from link_report import COLLECTIVES, Links, link_section, plot_projection, replicate_from
 from links import (
     SHAPES,
@@ -197,6 +198,12 @@ def test_communication_hides_where_the_schedule_lets_it(
         (0, 0, 1, 8 + 2 * 1 / 2),
         # All of the computation runs beside a gather.
         (3, 0, None, 21 + 6 / 2),
+        # Blocks compute backward from 2 to 6. Reductions: of the head until 3, the second block 4
+        # to 5, the others 6 to 8; all-reduces 3 to 4, 5 to 6, 7 to 9: two of four are hidden.
+        (0, 1, 1, 9 + (2 + 2) / 2),
+        # Blocks compute backward 2 to 4 and, since a gather waits for the link, 5 to 7, beside the
+        # reductions, which never rest from 2 on; of the all-reduces, from 5 on, beside the first.
+        (0, 3, 3, 17 + (4 + 2) / 2),
         (0, 0, None, 6),
     ],
 )
@@ -268,13 +275,24 @@ def projected(monkeypatch) -> None:
     monkeypatch.setattr(link_report, "PROJECTED", (("all", 10), ("n_layers", 1)))
 
 
+BANDWIDTH, TRAINED, SIMULATED = "bandwidth.out", "train_fsdp.py.out", "simulated_train.py.out"
+STEP_S = r"(?<=Step time \(s\): )(?!30|9).*"  # after the warm-up
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    """Replace a pattern that is there."""
+    text, count = re.subn(old, new, path.read_text())
+    assert count
+    path.write_text(text)
+
+
 def write_logs(folder: Path) -> None:
     """NVLink of 10 µs and 400 GB/s; `all` 10 in 1 s a step, or 0.8 s where nothing travels."""
     log = LogWriter(folder / "bandwidth.out")
     facts = {"device_type": "cuda", "world_size": 2}
     facts |= {"nccl_environment": {"NCCL_NVLS_ENABLE": "0"}}
-    what = {"device": "NVIDIA H200", "versions": {"torch": "2.11", "nccl": "2.28"}}
-    log.record("Run", {"script": "bench_links.py", "method": 2, "num_windows": 5, **what, **facts})
+    facts |= {"device": "NVIDIA H200", "versions": {"torch": "2.11", "nccl": "2.28"}}
+    log.record("Run", {"script": "bench_links.py", "method": 2, "num_windows": 5, **facts})
     for kind, (group, num_bytes) in product(COLLECTIVES, (("2^20", 1e6), ("all 10 block", 1e8))):
         seconds = 10e-6 + num_bytes / 2 / 400e9
         values = {"median_s": seconds, "bus_gb_per_s": num_bytes / 2 / seconds / 1e9}
@@ -321,18 +339,26 @@ def test_the_report_says_what_the_logs_do(tmp_path: Path) -> None:
 def test_the_slowdown_is_that_of_one_step(tmp_path: Path, monkeypatch) -> None:
     write_logs(tmp_path)
     assert Links(tmp_path).slowdown == 0, "the step that it is taken from is not there"
+    assert "(`n_layers` 1 over NVLink) was not measured" in link_section(tmp_path)
     monkeypatch.setattr(link_report, "FITTED", (("all", 10), "NVLink"))
     ends, all_params = 335_544_320, 7_329_958_400
     exposed_s = 4 * 10e-6 + 4 * (ends + 83_235_840) / 2 / 400e9
     # 82 groups are gathered, all but the head (with its norm) again, and exchanged.
     busy_s = 245 * 10e-6 + 2 * (3 * all_params - ends - 2560) / 2 / 400e9
-    slowdown = (0.2 - exposed_s) / (busy_s - exposed_s)
+    rewrite(tmp_path / TRAINED, STEP_S, "0.82000")
+    slowdown = (0.02 - exposed_s) / (busy_s - exposed_s)
     assert Links(tmp_path).slowdown == pytest.approx(slowdown)
     section = link_section(tmp_path)
     assert f"communication: {slowdown:.2f} seconds for each of its seconds" in section
-    assert "| 800.0 | 20.0 | 1000.0 | +0.0 | train_fsdp.py" in section
+    assert "| 800.0 | 2.4 | 820.0 | +0.0 | train_fsdp.py" in section
     speed = Links(tmp_path).projected(("all", 10), 2, 12.5, False)
-    assert speed == pytest.approx(4096, rel=1e-6)
+    assert speed == pytest.approx(4096 / 0.82, rel=1e-6)
+    # More than all communication and all computation one after the other is no slowdown.
+    rewrite(tmp_path / TRAINED, STEP_S, f"{0.7999 + busy_s:.5f}")
+    assert Links(tmp_path).slowdown == pytest.approx(1, abs=1e-2)
+    rewrite(tmp_path / TRAINED, STEP_S, f"{0.8001 + busy_s:.5f}")
+    with pytest.raises(ValueError, match=rf"{TRAINED} cannot be used: .* if nothing is hidden"):
+        assert Links(tmp_path).slowdown
 
 
 def test_the_projection_by_hand(tmp_path: Path) -> None:
@@ -360,13 +386,29 @@ def test_replicas_pay_from_where_they_are_always_faster(
     faster: set[int], first: int | None
 ) -> None:
     class Table:
+        margin = 0.0
+
         def projected(self, shape: object, gpus: int, gb_per_s: float, replicate: bool) -> float:
             return 2.0 if replicate == (gpus in faster) else 1.0
 
     assert replicate_from(cast(Links, Table()), ("all", 10), 50) == first
+    Table.margin = 0.9
+    assert replicate_from(cast(Links, Table()), ("all", 10), 50) == first
+    Table.margin = 1.1
+    assert replicate_from(cast(Links, Table()), ("all", 10), 50) is None
 
 
-BANDWIDTH, TRAINED, SIMULATED = "bandwidth.out", "train_fsdp.py.out", "simulated_train.py.out"
+def test_half_of_the_latency_moves_replicas_as_the_page_says(monkeypatch) -> None:
+    monkeypatch.setattr(link_report, "PROJECTED", (("all", 6), ("n_layers", 1)))
+    found = Links(ROOT / "logs" / "published" / "h200" / "links")
+    ways = [(shape, link) for shape in found.projectable for link in link_report.LINKS_GB_PER_S]
+    usual = [replicate_from(found, *way) for way in ways]
+    for name in ("HOP_S", "NODE_HOP_S"):
+        monkeypatch.setattr(links, name, getattr(links, name) / 2)
+    halved = [replicate_from(found, *way) for way in ways]
+    most = link_report.GPUS[-1]
+    assert any(usual)
+    assert halved == [n and (2 * n if 2 * n <= most else None) for n in usual]
 
 
 def simulated_steps(seconds: str) -> tuple[str, str]:
@@ -396,6 +438,11 @@ def simulated_steps(seconds: str) -> tuple[str, str]:
         (TRAINED, r"Step: (8|12|16) .*\n", "", "median"),
         (TRAINED, '"config": ', '"config": 3, "y": ', "int"),
         (TRAINED, '"scaling_factor": 10', '"scaling_factor": 1', "no shape"),
+        (TRAINED, "NVIDIA H200", "NVIDIA H100", "'NVIDIA H100', .*but .*'NVIDIA H200'"),
+        (TRAINED, '"torch": "2.11"', '"torch": "2.10"', "2.10"),
+        (TRAINED, '"NCCL_NVLS_ENABLE": "0"', '"NCCL_NVLS_ENABLE": "1"', "'NCCL_NVLS_ENABLE': '1'"),
+        (TRAINED, '"device"', '"y"', "device"),
+        *((TRAINED, STEP_S, x, f"steps take .*{x}") for x in ("inf", "nan", "-1.5", "0.0")),
         (SIMULATED, "cuda", "cpu", "2 cpu ranks"),
         (SIMULATED, *simulated_steps("1.03000"), "slower than"),
         (SIMULATED, r"Step: (8|12|16) .*\n", "", "median"),
@@ -407,9 +454,7 @@ def test_a_log_that_is_no_evidence_is_refused(
     tmp_path: Path, name: str, old: str, new: str, reason: str
 ) -> None:
     write_logs(tmp_path)
-    text, count = re.subn(old, new, (tmp_path / name).read_text())
-    assert count
-    (tmp_path / name).write_text(text)
+    rewrite(tmp_path / name, old, new)
     with pytest.raises(ValueError, match=rf"cannot be used: .*{reason}") as refused:
         link_section(tmp_path)
     assert name in str(refused.value)
@@ -417,9 +462,7 @@ def test_a_log_that_is_no_evidence_is_refused(
 
 def test_noise_between_two_runs_is_no_reason_to_refuse(tmp_path: Path) -> None:
     write_logs(tmp_path)
-    text, count = re.subn(*simulated_steps("1.01000"), (tmp_path / SIMULATED).read_text())
-    assert count
-    (tmp_path / SIMULATED).write_text(text)
+    rewrite(tmp_path / SIMULATED, *simulated_steps("1.01000"))
     assert "| 1010.0 |" in link_section(tmp_path)
 
 

@@ -275,11 +275,12 @@ def test_limits_on_several_gpus_are_those_that_were_run(tmp_path: Path) -> None:
         pytest.skip("no such logs are published yet")
     folder.mkdir()
 
-    def write(factor: int, status: str, **flags: Any) -> None:
+    def write(factor: int, status: str, device: str = '"NVIDIA H200"', **flags: Any) -> None:
         records = log.read_text().splitlines()
         run, end = (next(r for r in records if r.startswith(name)) for name in ("Run:", "End:"))
         what = json.loads(run.removeprefix("Run: "))
         what["config"] |= {"scaling_factor": factor, **flags}
+        what |= {"device": json.loads(device), "cuda_graph": factor == 8 or "cuda_graph" in flags}
         what["model"] = dataclasses.asdict(build_config("all", factor, 131_072))
         end = json.dumps(json.loads(end.removeprefix("End: ")) | {"status": status})
         path = folder / f"{len(list(folder.iterdir()))}.out"
@@ -300,6 +301,18 @@ def test_limits_on_several_gpus_are_those_that_were_run(tmp_path: Path) -> None:
     write(15, "completed", activation_checkpointing=None)  # of an older log nobody knows
     [again] = measured_rows(tmp_path / "what_fits")
     assert again == row
+    # A profile takes memory of its own, and a graph another's.
+    write(15, "completed", profile=True)
+    write(15, "completed", cuda_graph="on")
+    assert measured_rows(tmp_path / "what_fits") == [row]
+    write(14, "completed", "null")
+    write(15, "out_of_memory", "null")
+    with pytest.raises(
+        ValueError, match=r"limits of several devices or versions of torch: .*\.out"
+    ):
+        measured_rows(tmp_path / "what_fits")
+    for path in sorted(folder.iterdir(), key=lambda path: int(path.stem))[-2:]:
+        path.unlink()
     write(15, "completed")
     damaged = sorted(folder.iterdir(), key=lambda path: int(path.stem))[-1]
     damaged.write_text(damaged.read_text().replace('"peak_gib"', '"p"'))
@@ -364,6 +377,13 @@ WIDE |= {"config": build_config("all", 17, 131_072)}
 )
 def test_what_takes_more(more: dict[str, Any], less: dict[str, Any]) -> None:
     assert predict(big(**more)).allocated > predict(big(**less)).allocated
+
+
+def test_what_stands_at_the_peak_has_its_name() -> None:
+    names = memory.describe(predict(big(**WIDE)))
+    assert "peak allocated, at: embedding (GiB)" in names
+    assert "embedding gradient (GiB)" in names and "loss (GiB)" not in names
+    assert "loss (GiB)" in memory.describe(predict(big(config=build_config("all", 1, 131_072))))
 
 
 def table(*flags: str) -> list[list[str]]:
