@@ -284,7 +284,9 @@ def hurt(fault: str, *flags: str, script: str = "train_fsdp.py", ranks: int = 2)
 
 def seconds_since_fault(stderr: str) -> float:
     """Call when the job has ended: for how long it outlived what happened to a rank of it."""
-    return time.time() - float(stderr.split("fault at ")[1].split()[0])
+    _, told, when = stderr.partition("fault at ")
+    assert told, f"the fault did not happen: {stderr[-2000:]}"
+    return time.time() - float(when.split()[0])
 
 
 def test_out_of_memory_on_one_rank_ends_the_job(tmp_path: Path) -> None:
