@@ -6,6 +6,7 @@ moves any more: the main thread may be blocked in a collective and cannot notice
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -40,6 +41,7 @@ SLOW_PHASE_S = 1800.0
 TERMINATION_GRACE_S = 20.0
 LAUNCHER_GRACE_S = 5.0
 POLL_S = 0.2
+POLLS_PER_SIGN = 5
 # A CPU adds the squares of a norm up one after the other, in fp32: of 134 million numbers
 # of one size 1.5 % is lost.
 NORM_PIECE = 2**12
@@ -276,15 +278,19 @@ class Watch:
     """Knows how the job is doing: signals received, other ranks' failures, time without progress.
 
     ``write_end`` writes the ``End:`` record (rank 0 only); it is called once, by whichever thread
-    learns first how the job ended.
+    learns first how the job ended. ``patience_s``: how long another rank's process may be silent.
     """
 
-    def __init__(self, world: World, write_end: Callable[[Failure], None]) -> None:
+    def __init__(
+        self, world: World, write_end: Callable[[Failure], None], patience_s: float
+    ) -> None:
         self.phase = "start"
         self.stop_requested = False
         self.stop_agreed = False
         self._world = world
         self._write_end = write_end
+        self._patience_s = patience_s
+        self._signs_seen, self._silent_s = 0, 0.0
         self._store = world.store if world.size > 1 else None
         self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
         self._store_lost_at: float | None = None
@@ -317,9 +323,7 @@ class Watch:
         """End every rank: tell the others, have rank 0 write the record, leave the process."""
         # Another rank's failure may be the cause of ours (a closed connection): it goes first.
         failure = self._posted() or failure
-        if (store := self._store) is not None:
-            with contextlib.suppress(RuntimeError):
-                store.set("failure", json.dumps(asdict(failure)))
+        self._post(failure)
         self._finish(failure)
         time.sleep(60)  # not reached, or the watcher is writing the record and leaves the process
 
@@ -346,11 +350,42 @@ class Watch:
             self._store, self._store_lost_at = None, time.monotonic()
         return None
 
+    def _post(self, failure: Failure) -> None:
+        if (store := self._store) is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set("failure", json.dumps(asdict(failure)))
+
     def _run(self) -> None:
-        while not self._ended.wait(POLL_S):
+        for poll in itertools.count():
+            if self._ended.wait(POLL_S):
+                return
             failure = self._posted() or self._stuck()
+            if failure is None and poll % POLLS_PER_SIGN == 0:
+                failure = self._forsaken()
             if failure is not None and not self._ended.is_set():
                 self._finish(failure)
+
+    def _forsaken(self) -> Failure | None:
+        """Give a sign of life; a failure when the next rank has given none for too long.
+
+        Its process stands still, or its host: in the slow phases nothing else would tell. A second
+        counts only if this rank saw it, which may itself have stood still.
+        """
+        rank, size = self._world.rank, self._world.size
+        if (store := self._store) is None:
+            return None
+        with contextlib.suppress(RuntimeError):
+            store.add(f"signs of {rank}", 1)
+            num_signs = store.add(f"signs of {(rank + 1) % size}", 0)
+            self._silent_s += POLLS_PER_SIGN * POLL_S
+            if num_signs != self._signs_seen:
+                self._signs_seen, self._silent_s = num_signs, 0.0
+        if self._silent_s < self._patience_s:
+            return None
+        reason = f"no sign of life for {self._silent_s:.0f} s: was it stopped or killed?"
+        failure = Failure("failed", reason, self.phase, (rank + 1) % size)
+        self._post(failure)
+        return failure
 
     def _stuck(self) -> Failure | None:
         """A failure when the main thread has been silent for too long."""

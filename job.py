@@ -22,6 +22,8 @@ from processes import lock_folder
 from run_log import SCHEMA_VERSION, LogWriter, StepRecord
 from train_config import Inputs, TrainConfig, is_graphed, memory_setup
 
+# A process gives no sign of life while one call holds Python's lock: reading a long profile, say.
+SILENT_TIMEOUTS = 4
 # Flags that hold a path.
 _PATHS = "log_file profile_dir dataset tokenizer_name_or_path checkpoint_dir resume".split()
 
@@ -32,7 +34,9 @@ class Job:
     def __init__(self, config: TrainConfig, inputs: Inputs, world: World) -> None:
         self.config, self.inputs, self.world = config, inputs, world
         self.log = LogWriter(config.log_file)
-        self.watch = Watch(world, self._write_failure)
+        self.watch = Watch(
+            world, self._write_failure, SILENT_TIMEOUTS * config.collective_timeout_s
+        )
         self.seconds: dict[str, float] = {}
         self.num_graphs_at_first_step: int | None = None
         self.digest: dict[str, Any] | None = None

@@ -109,7 +109,8 @@ class TrainConfig(ModelFlags):
     resume: str = "auto"
     """Go on from the newest whole checkpoint there (`auto`), from none (`never`), or from PATH."""
     collective_timeout_s: float = 45.0
-    """A job that makes no progress for this long (once its first step is done) is ended."""
+    """A job that makes no progress for this long is ended (until its first step, and while it
+    saves: one of whose processes stands still for four times as long)."""
     dry_run: bool = False
     """Print what would be trained and the bytes of its states, then stop."""
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -30,25 +31,23 @@ RANK = int(os.environ.get("RANK", "0"))
 original_step = step.train_step
 original_forward = Transformer.forward
 original_build_loader = trainer.build_loader
+original_build_model = train_fsdp.build_model
 calls = 0
+
+
+def on_last_rank(happens: Callable[[], None]) -> None:
+    """Let the fault happen, on the last rank only, and say when."""
+    if int(os.environ.get("WORLD_SIZE", "1")) - 1 == RANK:
+        print(f"fault at {time.time()}", file=sys.stderr, flush=True)
+        happens()
 
 
 def faulty_step(*arguments: Any, **named: Any) -> Any:
     """The step, but at the third one the fault happens on the last rank (or on all)."""
     global calls
     calls += 1
-    last = int(os.environ.get("WORLD_SIZE", "1")) - 1
-    if calls == 3 and last == RANK:
-        print(f"fault at {time.time()}", file=sys.stderr, flush=True)
-        if FAULT == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if FAULT == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if FAULT == "exception":
-            raise RuntimeError("planted exception")
-        if FAULT == "sigterm":
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
+    if calls == 3:
+        on_last_rank(AT_A_STEP.get(FAULT, lambda: None))
     if calls == 3 and FAULT == "nan":
         named["loss_scale"] = float("nan")
     microbatches = arguments[2]
@@ -58,6 +57,12 @@ def faulty_step(*arguments: Any, **named: Any) -> Any:
     if FAULT == "scaled_gradient":
         named["loss_scale"] *= named["world"].size
     return original_step(*arguments, **named)
+
+
+def stopped_build_model(*arguments: Any) -> Any:
+    """The model, but the last rank stands still: all of it, when others may take their time."""
+    on_last_rank(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    return original_build_model(*arguments)
 
 
 def faulty_forward(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -92,12 +97,31 @@ def shard_without_first_layer(model: Any, world: Any, sharding: Any) -> None:
     distributed.shard(model, world, sharding)
 
 
+def fail() -> None:
+    """An exception that nobody expects."""
+    raise RuntimeError("planted exception")
+
+
+def ask_twice() -> None:
+    """Two signals that ask this process to end."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+AT_A_STEP = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exception": fail,
+    "sigterm": ask_twice,
+}
 FAULT, script = sys.argv[1:3]
 sys.argv = [str(ROOT / script), *sys.argv[3:]]
 step.train_step = faulty_step
 atexit.register(print, "the interpreter shuts down", file=sys.stderr)
 if FAULT == "out_of_memory":
     Transformer.forward = faulty_forward
+if FAULT == "stop_early":
+    train_fsdp.build_model = stopped_build_model
 if FAULT == "local_clipping":
     World.grad_norm = local_norm
 if FAULT == "same_rows":

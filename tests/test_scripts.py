@@ -39,10 +39,9 @@ def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"still running after {timeout_s} s\n{out[-2000:]}\n{err[-2000:]}")
+    except subprocess.TimeoutExpired as error:
+        process.kill()  # a rank that stands still keeps the pipes open
+        pytest.fail(f"still running after {timeout_s} s\n{error.output}\n{error.stderr}")
     return process.returncode, out, err
 
 
@@ -319,6 +318,15 @@ def test_stopped_rank_ends_the_job_after_the_timeout(tmp_path: Path) -> None:
     log = log_of(out, tmp_path)
     assert code == 1 and log.end is not None
     assert log.end["status"] == "failed" and "no progress for" in log.end["reason"]
+
+
+def test_rank_that_stops_before_the_first_step_ends_the_job(tmp_path: Path) -> None:
+    """Building and compiling may take long, but then every process shows signs of life."""
+    code, out, err = run(*hurt("stop_early", "--collective-timeout-s", "2", ranks=3), timeout_s=120)
+    log = log_of(out, tmp_path)
+    assert code == 1 and log.end is not None and seconds_since_fault(err) < 60
+    assert log.end["status"] == "failed" and log.end["steps_done"] == 0
+    assert "no sign of life for 8 s" in log.end["reason"] and "(rank 2)" in log.end["reason"]
 
 
 def test_signals_end_at_a_step_boundary(tmp_path: Path) -> None:
