@@ -39,7 +39,7 @@ from parity import (
     mismatches,
 )
 from run_log import RunLog, blaming, read_run, read_runs
-from tables import as_text, markdown_table, told, told_tables
+from tables import told, told_row, told_tables
 
 MODEL_SIZES: tuple[tuple[ScalingStrategy, int], ...] = (
     *(("all", factor) for factor in (1, 2, 4, 6, 8, 10, 12, 14, 17, 19)),
@@ -66,9 +66,9 @@ def model_sizes(published: Path) -> str:
     rows = []
     for strategy, factor in MODEL_SIZES:
         config = build_config(strategy, factor, MODEL_VOCAB_SIZE)
-        shape = (factor, config.dim, config.n_layers, config.n_heads, count_params(config))
-        rows.append([f"`{strategy}`", *(f"{number:,}" for number in shape)])
-    return markdown_table("strategy | factor | dim | layers | heads | parameters", rows)
+        what = {"strategy": strategy, "factor": factor, "config": config}
+        rows.append(told_row("model sizes", **what, num_parameters=count_params(config)))
+    return told_tables({"model sizes": rows})
 
 
 def bench_table(folder: Path) -> str:
@@ -87,22 +87,19 @@ def bench_table(folder: Path) -> str:
         return told_tables({"bench": rows}, **ceiling)
 
 
-def _bench_row(run: RunLog, ceiling_tflops: float) -> list[str]:
+def _bench_row(run: RunLog, ceiling_tflops: float) -> str:
     with blaming(run.path):
         what, window = facts(run), (run.run or {})["config"]["logging_frequency"]
     how = mean_metrics(run, skip_steps=window)
-    rates = [step.tokens_per_s for step in run.steps if step.step > window]
-    middle = how.tokens_per_s_median or 0.0
-    tflops = middle * what.flops_per_token / 1e12
-    mfu = 100 * tflops / what.peak_tflops if what.peak_tflops else None
-    spread = 100 * (max(rates) - min(rates)) / middle if middle else None
-    numbers = (spread, mfu, 100 * tflops / ceiling_tflops, how.peak_gib,
-               (run.end or {}).get("seconds", {}).get("compile"))  # fmt: skip
-    return [
-        f"`{what.strategy}` {what.factor}", str(what.batch_size), as_text(middle or None, ",.0f"),
-        *(as_text(number, ".1f") for number in numbers),
-        what.status.replace("_", " "), run.path.name,
-    ]  # fmt: skip
+    rates = [step.tokens_per_s for step in run.steps if step.step > window] or [math.nan]
+    speed = how.tokens_per_s_median or math.nan
+    tflops = speed * what.flops_per_token / 1e12
+    return told_row(
+        "bench", what=what, speed=speed, spread=100 * (max(rates) - min(rates)) / speed,
+        mfu=100 * tflops / (what.peak_tflops or math.nan), of_matmul=100 * tflops / ceiling_tflops,
+        peak_gib=how.peak_gib, compile_s=(run.end or {}).get("seconds", {}).get("compile"),
+        status=what.status.replace("_", " "), log=run.path.name,
+    )  # fmt: skip
 
 
 def what_fits_tables(folder: Path) -> str:

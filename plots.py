@@ -28,7 +28,7 @@ from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, load_runs, table
 from breakdown import IDLE, KINDS, shares_of_step
 from cli import check_flags, parse_flags, refuse
 from run_log import RunLog
-from tables import as_text, markdown_table, told
+from tables import told_row, told_tables
 
 MARKERS, DASHES = "osD^vP<>Xh", ("-", "--", ":", "-.")
 # Settings that a caption names where all runs share them.
@@ -132,29 +132,14 @@ def in_ranks(text: str, frame: pd.DataFrame) -> str:
 
 def results_table(frame: pd.DataFrame) -> str:
     """The table of runs for people, in the shape of the original's: how it ran, how it went."""
-    header = in_ranks(told("runs"), frame).strip("| ")
-    return markdown_table(header, [_row(row) for row in study.rows_of(frame)])
+    rows = [_row(row) for row in study.rows_of(frame)]
+    return in_ranks(told_tables({"runs": rows}), frame)
 
 
-def _row(row: Any) -> list[str]:
-    def text(value: Any) -> str:
-        return "not logged" if pd.isna(value) else str(value)
-
+def _row(row: Any) -> str:
     ending = "yes" if row.status == "completed" else f"no: {row.status.replace('_', ' ')}"
-    quartiles = (row.tokens_per_s_p25, row.tokens_per_s_p75)
-    steps = f"{row.num_steps} ({row.first_step:.0f} to {row.last_step:.0f})"
-    return [
-        str(row.gpus), "not logged" if pd.isna(row.nodes) else f"{row.nodes:.0f}",
-        str(row.factor), f"{row.num_parameters:,}", row.log, ending, f"`{row.strategy}`",
-        "yes" if row.fsdp else "no", f"{row.batch_size} × {row.sequence_length}",
-        text(row.model_dtype), text(row.activation_checkpointing), text(row.compiled).lower(),
-        steps if row.num_steps else "0", as_text(row.tokens_per_s_median, ",.0f"),
-        " to ".join(as_text(value, ",.0f") for value in quartiles),
-        *(as_text(value, ",.2f") for value in (
-            row.tokens_per_s, row.training_tokens_pct, row.mfu_pct, row.mfu_pct_as_logged,
-            row.tflops, row.peak_gib)), study.ways_of(row),
-        text(row.device), text(row.torch_version), text(row.commit),
-    ]  # fmt: skip
+    steps = f" ({row.first_step:.0f} to {row.last_step:.0f})" * (row.num_steps > 0)
+    return told_row("runs", row=row, success=ending, steps=steps, ways=study.ways_of(row))
 
 
 def table_notes(frame: pd.DataFrame, config: PlotsConfig) -> list[str]:
