@@ -350,7 +350,7 @@ def cost_summary(published: Path) -> dict[str, Any]:
         return {}
     (low, least), (high, most) = (of(shares, key=lambda pair: pair[0]) for of in (min, max))
     pairs = [(row, base) for row, base in several_pairs(points, published) if base]
-    several = "" if any(row.gpus > 1 for row in points) else " Several GPUs are not measured yet."
+    several = ""
     if pairs:
         row, base = max(pairs, key=lambda pair: pair[0].speed / pair[1].speed)
         way = f" with {study.ways_of(row)}" * bool(study.ways_of(row))

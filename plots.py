@@ -24,7 +24,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 import study
-from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, load_runs, table
+from analysis import MFU_TOLERANCE, SKIP_STEPS, SKIP_STEPS_LEGACY, load_runs, table
 from breakdown import IDLE, KINDS, shares_of_step
 from cli import check_flags, parse_flags, refuse
 from run_log import RunLog
@@ -36,7 +36,6 @@ CAPTION_FIELDS = ("device", "torch_version", "model_dtype", "compute_dtype", "se
                   "batch_size", "activation_checkpointing", "compiled")  # fmt: skip
 MAX_VARIANTS = 10  # in a legend
 NUM_COLUMNS, COLUMN_CHARS = 3, 30  # of a legend
-MFU_TOLERANCE = 0.02
 CLOSE = 0.045  # share of an axis in which there is no room for two factors
 MAX_TICKS = 6  # as many labels as half a figure has room for
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -93,11 +92,6 @@ def main(config: PlotsConfig) -> None:
     config.output_dir.mkdir(parents=True, exist_ok=True)
     (config.output_dir / "results.csv").write_text(results_csv(frame), "utf-8")
     notes = [*table_notes(frame, config), *(f"left out: {line}" for line in left_out)]
-    if (num_variants := len({line.variant for line in lines})) > MAX_VARIANTS:
-        notes.append(
-            f"{num_variants} ways of running beside GPUs and FSDP: more than a figure can tell"
-            " apart; give the folder of one study to --logs"
-        )
     if not any(run.breakdowns for run in runs):
         notes.append("no breakdown of a step: no run was profiled (--profile)")
     if not lines:
@@ -321,14 +315,14 @@ def scale_values(axes: plt.Axes, values: pd.Series, *, is_log: bool) -> None:
     """A log axis where values span decades; else one that begins at 0."""
     if values.empty:
         axes.set_yticks([])
-    elif is_log and values.max() > 10 * values.min():
+        return
+    if is_log and values.max() > 10 * values.min():
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
-    if not values.empty:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
 
 
 def size_label(size: float) -> str:
@@ -383,7 +377,7 @@ def entries(lines: Sequence[study.Line]) -> list[Line2D]:
             for variant, (marker, dash) in list(shapes.items())[:MAX_VARIANTS]
         ]  # fmt: skip
     if len(shapes) > MAX_VARIANTS:
-        text = f"and {len(shapes) - MAX_VARIANTS} others: too many\nfor a figure (see results.md)"
+        text = f"and {len(shapes) - MAX_VARIANTS} others: too many;\ngive --logs one study"
         handles.append(Line2D([], [], linestyle="", label=text))
     points = pd.concat([line.points for line in lines])
     marks = {"x": ("out of memory", (points["status"] == study.OUT_OF_MEMORY).any()),
