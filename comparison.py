@@ -69,11 +69,9 @@ def at_batch_1(points: Sequence[Any]) -> list[Any]:
 
 def _one_each(rows: list[Any]) -> list[Any]:
     # What was run otherwise than by default counts where nothing else was run.
-    usual = {(*_key(row), row.batch_size) for row in rows if not study.ways_of(row)}
-    rows = [
-        row for row in rows if not study.ways_of(row) or (*_key(row), row.batch_size) not in usual
-    ]
-    _refuse_twins([(*_key(row), row.batch_size) for row in rows])
+    usual = {_place(row) for row in rows if not study.ways_of(row)}
+    rows = [row for row in rows if not study.ways_of(row) or _place(row) not in usual]
+    _refuse_twins([_place(row) for row in rows])
     return rows
 
 
@@ -99,7 +97,7 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[str]:
 
     return [
         told_row("scaling: batches", row=row, gpus=_gpus(row), gain=gain(row))
-        for row in sorted(_one_each(larger), key=lambda row: (*_key(row), row.batch_size))
+        for row in sorted(_one_each(larger), key=_place)
     ]
 
 
@@ -110,8 +108,7 @@ def checkpointing_rows(checkpointed: Sequence[Any], points: Sequence[Any]) -> li
     """
 
     def order(row: Any) -> tuple:
-        way = row.activation_checkpointing, study.ways_of(row)
-        return *_key(row), row.batch_size, *way
+        return *_place(row), row.activation_checkpointing, study.ways_of(row)
 
     _refuse_twins([order(row) for row in checkpointed])
     cells = []
@@ -134,6 +131,10 @@ def _peak(row: Any) -> str:
 
 def _key(row: Any, gpus: int | None = None) -> tuple[str, int, bool, int]:
     return row.strategy, row.factor, row.fsdp, gpus or row.gpus
+
+
+def _place(row: Any) -> tuple:
+    return *_key(row), row.batch_size
 
 
 def comparison_rows(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
@@ -220,9 +221,9 @@ def findings(original: Sequence[Any], points: Sequence[Any]) -> list[str]:
 
 def _gathered(several: Sequence[Any]) -> list[str]:
     """What keeping parameters gathered gains, where both were run and peaks are known."""
-    usual = {(_key(row), row.batch_size): row for row in several if not study.ways_of(row)}
-    both = [(row, base) for row in several if study.ways_of(row) == study.KEPT
-            and (base := usual.get((_key(row), row.batch_size)))]  # fmt: skip
+    usual = {_place(row): row for row in several if not study.ways_of(row)}
+    both = [(row, base) for row in several
+            if study.ways_of(row) == study.KEPT and (base := usual.get(_place(row)))]  # fmt: skip
     both = [pair for pair in both if not math.isnan(pair[0].peak_gib - pair[1].peak_gib)]
     if not both:
         return []
@@ -272,7 +273,7 @@ def _shares(pairs: Sequence[tuple[Any, Any]]) -> dict[tuple, float]:
 def several_pairs(points: Sequence[Any], published: Path) -> list[tuple[Any, Any]]:
     """`_held` of the points on several GPUs: by one of them, else by a speed of train.py."""
     several = [row for row in points if row.gpus > 1]
-    several.sort(key=lambda row: (*_key(row), row.batch_size, study.ways_of(row)))
+    several.sort(key=lambda row: (*_place(row), study.ways_of(row)))
     return _held(several, [*points, *read_points(load_published(published / "h200" / "bench"))])
 
 

@@ -257,7 +257,8 @@ def _gpu_parity(series: ParitySeries) -> str:
     runs = [run for run in series.runs if facts(run).fsdp]
     moved = [each.moved_share for name, each in series.comparisons if "bf16" in name]
     known = [share for share in moved if share is not None] or [math.nan]
-    words = told("parity: GPUs", devices=_devices(runs), moved_pct=100 * min(known),
+    devices = sorted({f"{facts(run).device}, torch {facts(run).torch_version}" for run in runs})
+    words = told("parity: GPUs", devices="; ".join(devices), moved_pct=100 * min(known),
                  most_pct=100 * max(known), enough_pct=100 * MIN_MOVED_SHARE,
                  unequal="".join(_unequal(*each) for each in series.comparisons),
                  commits=_commits(series.runs), figure=LOSS_FIGURE)  # fmt: skip
@@ -275,10 +276,6 @@ def _unequal(name: str, found: Comparison) -> str:
         return ""
     return " " + told("parity: unequal", run=name, num_steps=len(found.losses),
                       num_weights=len(found.weights[1:]), **outside)  # fmt: skip
-
-
-def _devices(runs: Sequence[RunLog]) -> str:
-    return "; ".join(sorted({f"{facts(r).device}, torch {facts(r).torch_version}" for r in runs}))
 
 
 def _commits(runs: Sequence[RunLog]) -> str:

@@ -345,10 +345,8 @@ def name_factors(axes: plt.Axes, points: pd.DataFrame, strategy: str, share: flo
 
 def draw_limits(panels: Sequence[plt.Axes], points: pd.DataFrame) -> None:
     """The memory of each device as a line, where the logs say how much it has."""
-    limits = dict(zip(points["device"], points["device_memory_gib"], strict=True))
-    for device, gib in limits.items():
-        if np.isnan(gib):
-            continue
+    devices: Any = points.groupby("device")
+    for device, gib in devices["device_memory_gib"].max().dropna().items():
         panels[0].set_ylim(top=max(panels[0].get_ylim()[1], 1.12 * gib))
         for axes in panels:
             axes.axhline(gib, color="0.25", linestyle="--", linewidth=1.4)
