@@ -24,6 +24,7 @@ from run_log import RunLog, StepRecord, UnusableError, read_runs
 TRAINING_SCRIPTS = ("train.py", "train_fsdp.py")
 SKIP_STEPS = 10  # warm-up: compilation, allocator, clocks
 SKIP_STEPS_LEGACY = 1
+MFU_TOLERANCE = 0.02  # by which logged and computed MFU may differ before it is said
 # Flags that do not change how fast a step is.
 _NO_COST = {"training_steps", "learning_rate", "lr_warmup_steps", "grad_max_norm", "set_seed"}
 _NO_COST |= {"logging_frequency", "fail_on_nonfinite", "digest", "log_file", "dry_run", "resume"}

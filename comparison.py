@@ -17,7 +17,7 @@ from analysis import NUM_BYTES, ONE_BY_ONE, SKIP_STEPS, load_published, table
 from breakdown import KINDS, shares_of_step
 from model_config import TransformerConfig
 from run_log import RunLog
-from tables import as_text, told, told_tables
+from tables import as_text, told, told_row, told_tables
 
 ORIGINAL = Path(__file__).resolve().parent / "data" / "original.csv"
 # How the original ran, at batch 1; our runs at another length are compared with none of its.
@@ -69,11 +69,9 @@ def at_batch_1(points: Sequence[Any]) -> list[Any]:
 
 def _one_each(rows: list[Any]) -> list[Any]:
     # What was run otherwise than by default counts where nothing else was run.
-    usual = {(*_key(row), row.batch_size) for row in rows if not study.ways_of(row)}
-    rows = [
-        row for row in rows if not study.ways_of(row) or (*_key(row), row.batch_size) not in usual
-    ]
-    _refuse_twins([(*_key(row), row.batch_size) for row in rows])
+    usual = {_place(row) for row in rows if not study.ways_of(row)}
+    rows = [row for row in rows if not study.ways_of(row) or _place(row) not in usual]
+    _refuse_twins([_place(row) for row in rows])
     return rows
 
 
@@ -83,7 +81,7 @@ def _refuse_twins(keys: Sequence[tuple]) -> None:
         raise ValueError(f"runs of several configurations, or ends, compete for one row: {names}")
 
 
-def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
+def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[str]:
     """What larger batches give, and how many times the tokens/s of the same settings at batch 1.
 
     Raises ValueError where two of our configurations answer to one row.
@@ -98,25 +96,19 @@ def batch_rows(points: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
         return row.speed / base.speed
 
     return [
-        [
-            f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
-            "yes" if row.fsdp else "no", _gpus(row), str(row.batch_size),
-            as_text(row.speed, ",.0f"), as_text(row.mfu_pct, ".2f"), as_text(gain(row), ".2f"),
-            as_text(row.peak_gib, ".1f"),
-        ]
-        for row in sorted(_one_each(larger), key=lambda row: (*_key(row), row.batch_size))
-    ]  # fmt: skip
+        told_row("scaling: batches", row=row, gpus=_gpus(row), gain=gain(row))
+        for row in sorted(_one_each(larger), key=_place)
+    ]
 
 
-def checkpointing_rows(checkpointed: Sequence[Any], points: Sequence[Any]) -> list[list[str]]:
+def checkpointing_rows(checkpointed: Sequence[Any], points: Sequence[Any]) -> list[str]:
     """What checkpointing costs and saves, beside the same size and batch without it.
 
     Raises ValueError where two of our configurations answer to one row.
     """
 
     def order(row: Any) -> tuple:
-        way = row.activation_checkpointing, study.ways_of(row)
-        return *_key(row), row.batch_size, *way
+        return *_place(row), row.activation_checkpointing, study.ways_of(row)
 
     _refuse_twins([order(row) for row in checkpointed])
     cells = []
@@ -127,12 +119,9 @@ def checkpointing_rows(checkpointed: Sequence[Any], points: Sequence[Any]) -> li
         bases = [other for other in bases if other.status == "trained"] or bases
         _refuse_twins([order(other) for other in bases])
         base = next(iter(bases), None)
-        cells.append([
-            f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
-            "yes" if row.fsdp else "no", _gpus(row), str(row.batch_size),
-            row.activation_checkpointing, *_cells(row)[1:], _peak(row), *_cells(base)[1:],
-            _peak(base),
-        ])  # fmt: skip
+        own, without = (f"{_speed(each)} | {_peak(each)}" for each in (row, base))
+        cells.append(told_row("scaling: checkpointing", row=row, gpus=_gpus(row), own=own,
+                              without=without))  # fmt: skip
     return cells
 
 
@@ -144,7 +133,11 @@ def _key(row: Any, gpus: int | None = None) -> tuple[str, int, bool, int]:
     return row.strategy, row.factor, row.fsdp, gpus or row.gpus
 
 
-def comparison_rows(original: Sequence[Any], ours: Sequence[Any]) -> list[list[str]]:
+def _place(row: Any) -> tuple:
+    return *_key(row), row.batch_size
+
+
+def comparison_rows(original: Sequence[Any], ours: Sequence[Any]) -> list[str]:
     """Both at every size that either ran, and the factor between the speeds."""
 
     def nearest(row: Any) -> Any:
@@ -163,19 +156,17 @@ def comparison_rows(original: Sequence[Any], ours: Sequence[Any]) -> list[list[s
     for theirs, our in sorted(pairs, key=order):
         row: Any = theirs or our
         ratio = our.speed / theirs.speed if theirs and our else math.nan
-        cells.append([
-            f"`{row.strategy}` {row.factor}", f"{row.num_parameters:,}",
-            "yes" if row.fsdp else "no", *_cells(theirs), *_cells(our), as_text(ratio, ".2f"),
-        ])  # fmt: skip
+        sides = (f"{_gpus(side) if side else '–'} | {_speed(side)}" for side in (theirs, our))
+        both = dict(zip(("theirs", "ours"), sides, strict=True))
+        cells.append(told_row("scaling", row=row, ratio=ratio, **both))
     return cells
 
 
-def _cells(row: Any) -> list[str]:
-    if row is None:
-        return ["–", "not run", "–"]
-    if row.status == study.OUT_OF_MEMORY:
-        return [_gpus(row), "out of memory", "–"]
-    return [_gpus(row), as_text(row.speed, ",.0f"), as_text(row.mfu_pct, ".2f")]
+def _speed(row: Any) -> str:
+    """Cells of tokens/s and MFU."""
+    if row is None or row.status == study.OUT_OF_MEMORY:
+        return "out of memory | –" if row else "not run | –"
+    return f"{as_text(row.speed, ',.0f')} | {as_text(row.mfu_pct, '.2f')}"
 
 
 def _gpus(row: Any) -> str:
@@ -230,9 +221,9 @@ def findings(original: Sequence[Any], points: Sequence[Any]) -> list[str]:
 
 def _gathered(several: Sequence[Any]) -> list[str]:
     """What keeping parameters gathered gains, where both were run and peaks are known."""
-    usual = {(_key(row), row.batch_size): row for row in several if not study.ways_of(row)}
-    both = [(row, base) for row in several if study.ways_of(row) == study.KEPT
-            and (base := usual.get((_key(row), row.batch_size)))]  # fmt: skip
+    usual = {_place(row): row for row in several if not study.ways_of(row)}
+    both = [(row, base) for row in several
+            if study.ways_of(row) == study.KEPT and (base := usual.get(_place(row)))]  # fmt: skip
     both = [pair for pair in both if not math.isnan(pair[0].peak_gib - pair[1].peak_gib)]
     if not both:
         return []
@@ -282,22 +273,19 @@ def _shares(pairs: Sequence[tuple[Any, Any]]) -> dict[tuple, float]:
 def several_pairs(points: Sequence[Any], published: Path) -> list[tuple[Any, Any]]:
     """`_held` of the points on several GPUs: by one of them, else by a speed of train.py."""
     several = [row for row in points if row.gpus > 1]
-    several.sort(key=lambda row: (*_key(row), row.batch_size, study.ways_of(row)))
+    several.sort(key=lambda row: (*_place(row), study.ways_of(row)))
     return _held(several, [*points, *read_points(load_published(published / "h200" / "bench"))])
 
 
-def several_rows(pairs: Sequence[tuple[Any, Any]]) -> list[list[str]]:
+def several_rows(pairs: Sequence[tuple[Any, Any]]) -> list[str]:
     """What several GPUs leave of the tokens/s of one GPU without FSDP."""
     cells = []
     for row, base in pairs:
         alone = base.speed if base else math.nan
-        cells.append([
-            f"`{row.strategy}` {row.factor}", f"{row.gpus}{_repeats(row)}", str(row.batch_size),
-            study.ways_of(row) or "by default", as_text(row.speed, ",.0f"),
-            as_text(row.mfu_pct, ".2f"),
-            as_text(alone, ",.0f") + (_repeats(base) if base else ""),
-            as_text(100 * row.speed / alone, ".1f"), as_text(row.peak_gib, ".1f"),
-        ])  # fmt: skip
+        cells.append(told_row(
+            "scaling: several", row=row, repeats=_repeats(row), alone=alone,
+            way=study.ways_of(row) or "by default", share=100 * row.speed / alone,
+            of_alone=_repeats(base) if base else ""))  # fmt: skip
     return cells
 
 
@@ -363,7 +351,7 @@ def cost_summary(published: Path) -> dict[str, Any]:
         return {}
     (low, least), (high, most) = (of(shares, key=lambda pair: pair[0]) for of in (min, max))
     pairs = [(row, base) for row, base in several_pairs(points, published) if base]
-    several = "" if any(row.gpus > 1 for row in points) else " Several GPUs are not measured yet."
+    several = ""
     if pairs:
         row, base = max(pairs, key=lambda pair: pair[0].speed / pair[1].speed)
         way = f" with {study.ways_of(row)}" * bool(study.ways_of(row))
@@ -377,20 +365,17 @@ def cost_summary(published: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def breakdown_rows(profiled: Sequence[tuple[Any, RunLog]]) -> list[list[str]]:
+def breakdown_rows(profiled: Sequence[tuple[Any, RunLog]]) -> list[str]:
     """Where the time of a step goes, a row for each of `study.profiled_runs`."""
     cells = []
     for row, run in profiled:
         record = run.breakdowns[-1]
         step_s = study.quiet_step_s(run) or record["wall_s_per_step"]
-        shares = shares_of_step(record, step_s)
-        cells.append([
-            f"`{row.strategy}` {row.factor}",
-            ", ".join(filter(None, (study.configuration_of(row), row.launched))),
-            str(row.batch_size),
-            *(f"{100 * share:.1f}" for share in shares.values()), f"{1e3 * step_s:.1f}",
-            f"{record['num_kernels_per_step']:,.0f}", Path(row.log).name,
-        ])  # fmt: skip
+        shares = (f"{100 * share:.1f}" for share in shares_of_step(record, step_s).values())
+        cells.append(told_row(
+            "scaling: breakdown", row=row, step_ms=1e3 * step_s, log=Path(row.log).name,
+            run=", ".join(filter(None, (study.configuration_of(row), row.launched))),
+            shares=" | ".join(shares), num_kernels=record["num_kernels_per_step"]))  # fmt: skip
     return cells
 
 

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -39,7 +38,7 @@ from parity import (
     mismatches,
 )
 from run_log import RunLog, blaming, read_run, read_runs
-from tables import as_text, markdown_table, told, told_tables
+from tables import told, told_row, told_tables
 
 MODEL_SIZES: tuple[tuple[ScalingStrategy, int], ...] = (
     *(("all", factor) for factor in (1, 2, 4, 6, 8, 10, 12, 14, 17, 19)),
@@ -66,9 +65,9 @@ def model_sizes(published: Path) -> str:
     rows = []
     for strategy, factor in MODEL_SIZES:
         config = build_config(strategy, factor, MODEL_VOCAB_SIZE)
-        shape = (factor, config.dim, config.n_layers, config.n_heads, count_params(config))
-        rows.append([f"`{strategy}`", *(f"{number:,}" for number in shape)])
-    return markdown_table("strategy | factor | dim | layers | heads | parameters", rows)
+        what = {"strategy": strategy, "factor": factor, "config": config}
+        rows.append(told_row("model sizes", **what, num_parameters=count_params(config)))
+    return told_tables({"model sizes": rows})
 
 
 def bench_table(folder: Path) -> str:
@@ -87,22 +86,19 @@ def bench_table(folder: Path) -> str:
         return told_tables({"bench": rows}, **ceiling)
 
 
-def _bench_row(run: RunLog, ceiling_tflops: float) -> list[str]:
+def _bench_row(run: RunLog, ceiling_tflops: float) -> str:
     with blaming(run.path):
         what, window = facts(run), (run.run or {})["config"]["logging_frequency"]
     how = mean_metrics(run, skip_steps=window)
-    rates = [step.tokens_per_s for step in run.steps if step.step > window]
-    middle = how.tokens_per_s_median or 0.0
-    tflops = middle * what.flops_per_token / 1e12
-    mfu = 100 * tflops / what.peak_tflops if what.peak_tflops else None
-    spread = 100 * (max(rates) - min(rates)) / middle if middle else None
-    numbers = (spread, mfu, 100 * tflops / ceiling_tflops, how.peak_gib,
-               (run.end or {}).get("seconds", {}).get("compile"))  # fmt: skip
-    return [
-        f"`{what.strategy}` {what.factor}", str(what.batch_size), as_text(middle or None, ",.0f"),
-        *(as_text(number, ".1f") for number in numbers),
-        what.status.replace("_", " "), run.path.name,
-    ]  # fmt: skip
+    rates = [step.tokens_per_s for step in run.steps if step.step > window] or [math.nan]
+    speed = how.tokens_per_s_median or math.nan
+    tflops = speed * what.flops_per_token / 1e12
+    return told_row(
+        "bench", what=what, speed=speed, spread=100 * (max(rates) - min(rates)) / speed,
+        mfu=100 * tflops / (what.peak_tflops or math.nan), of_matmul=100 * tflops / ceiling_tflops,
+        peak_gib=how.peak_gib, compile_s=(run.end or {}).get("seconds", {}).get("compile"),
+        status=what.status.replace("_", " "), log=run.path.name,
+    )  # fmt: skip
 
 
 def what_fits_tables(folder: Path) -> str:
@@ -134,13 +130,15 @@ def what_fits(published: Path) -> str:
     return f"{text}\n\n{words}"
 
 
-def checkpoint_costs(folder: Path) -> dict[str, Any]:
-    """What a save and a resume cost, from the three logs that bench_checkpoint.py writes.
+def checkpoint_table(folder: Path) -> str:
+    """What a save and a resume cost, from the three logs that bench_checkpoint.py writes, if any.
 
-    Seconds; ``added_s`` is how much longer the step with the copy took than the median without
+    ``added_s`` is how much longer the step with the copy took than the median without
     saves, ``saving_step_s`` the median of the steps that began before the save was on disk.
     """
     names = ("without", "saving", "resumed")
+    if not (folder / "resumed.out").exists():
+        return ""
     without, saving, resumed = (read_run(folder / f"{name}.out") for name in names)
     save = saving.checkpoints[0]
     usual_s = statistics.median(step.step_s or 0.0 for step in without.steps[2:])
@@ -148,24 +146,11 @@ def checkpoint_costs(folder: Path) -> dict[str, Any]:
     starts = itertools.accumulate(after, initial=with_copy)
     during = [step_s for step_s, at in zip(after, starts, strict=False) if at < save["seconds"]]
     anew, setup, again = ((run.end or {})["seconds"] for run in (without, saving, resumed))
-    return {
-        "step_s": usual_s, "added_s": with_copy - usual_s,
-        "saving_step_s": statistics.median(during or [with_copy]),
-        **{name: save[name] for name in ("stopped_s", "seconds", "gib")},
-        "first_step_anew_s": anew["until first step"], "compile_anew_s": anew["compile"],
-        "first_step_resumed_s": again["until first step"], "compile_resumed_s": again["compile"],
-        "restore_s": again["restore"], "setup_s": setup["restore"],
-        "first_step_saving_s": setup["until first step"], "data_saving_s": setup["data"],
-    }  # fmt: skip
-
-
-def checkpoint_table(folder: Path) -> str:
-    """Markdown of `checkpoint_costs`; empty without the logs."""
-    if not (folder / "resumed.out").exists():
-        return ""
-    saving = read_run(folder / "saving.out")
-    costs = checkpoint_costs(folder)
-    return told("checkpoint", what=facts(saving), num_steps=len(saving.steps), **costs)
+    return told(
+        "checkpoint", what=facts(saving), num_steps=len(saving.steps), save=save, step_s=usual_s,
+        added_s=with_copy - usual_s, saving_step_s=statistics.median(during or [with_copy]),
+        anew=anew, setup=setup, again=again,
+    )  # fmt: skip
 
 
 def parity_comparisons(folder: Path) -> list[tuple[str, Comparison]]:
@@ -222,8 +207,6 @@ class ParitySeries:
     @property
     def verdict(self) -> str:
         """How many ways of running FSDP are equal to no FSDP."""
-        if not self.comparisons:
-            return f"no series on {self.where} is published yet (LOG.md has what was tried)"
         verdicts = [each.verdict for _, each in self.comparisons]
         compared = {name for name, _ in self.comparisons}
         each = [facts(run) for run in self.runs if _parity_name(run) in compared]
@@ -272,12 +255,10 @@ def _gpu_parity(series: ParitySeries) -> str:
     if not series.comparisons:
         return ""
     runs = [run for run in series.runs if facts(run).fsdp]
-    sizes = {facts(run).gpus for run in runs}
-    where = "` and `".join(f"--where {name}-gpu{'s' * (n > 1)}" for n, name in
-                           ((1, "one"), (2, "two")) if n in sizes)  # fmt: skip
     moved = [each.moved_share for name, each in series.comparisons if "bf16" in name]
     known = [share for share in moved if share is not None] or [math.nan]
-    words = told("parity: GPUs", devices=_devices(runs), series=where, moved_pct=100 * min(known),
+    devices = sorted({f"{facts(run).device}, torch {facts(run).torch_version}" for run in runs})
+    words = told("parity: GPUs", devices="; ".join(devices), moved_pct=100 * min(known),
                  most_pct=100 * max(known), enough_pct=100 * MIN_MOVED_SHARE,
                  unequal="".join(_unequal(*each) for each in series.comparisons),
                  commits=_commits(series.runs), figure=LOSS_FIGURE)  # fmt: skip
@@ -295,10 +276,6 @@ def _unequal(name: str, found: Comparison) -> str:
         return ""
     return " " + told("parity: unequal", run=name, num_steps=len(found.losses),
                       num_weights=len(found.weights[1:]), **outside)  # fmt: skip
-
-
-def _devices(runs: Sequence[RunLog]) -> str:
-    return "; ".join(sorted({f"{facts(r).device}, torch {facts(r).torch_version}" for r in runs}))
 
 
 def _commits(runs: Sequence[RunLog]) -> str:
@@ -386,11 +363,10 @@ def main(config: FiguresConfig) -> None:
         fit_report.plot_what_fits(fits, config.readme.parent / WHAT_FITS_FIGURE)
     if stale:
         config.readme.write_text(text, encoding="utf-8")
-    for name, comparison in parity_comparisons(config.published / "h200" / "parity"):
-        if name == "`all` 8 bf16, 2 × 4, full checkpointing":
-            what = "all 8 in bf16: FSDP over two GPUs against no FSDP"
-            plot_comparison(comparison, config.readme.parent / LOSS_FIGURE, what)
-            break
+    found = dict(parity_comparisons(config.published / "h200" / "parity"))
+    if comparison := found.get("`all` 8 bf16, 2 × 4, full checkpointing"):
+        what = "all 8 in bf16: FSDP over two GPUs against no FSDP"
+        plot_comparison(comparison, config.readme.parent / LOSS_FIGURE, what)
     plot_projection(config.published / "h200" / "links", config.readme.parent / FIGURE)
     print(f"{config.readme}: rewrote {', '.join(stale) or 'nothing, all blocks are up to date'}")
 

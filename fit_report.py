@@ -16,7 +16,7 @@ from analysis import NUM_BYTES, RunFacts, facts, find_logs, load_published, load
 from memory import GIB, ActivationCheckpointing, Setup, predict
 from model_config import TransformerConfig, build_config, count_params
 from run_log import RunLog, blaming, read_run
-from tables import told
+from tables import told, told_row
 
 # Smaller peaks are mostly what every process has.
 MIN_PEAK_GIB = 10.0
@@ -44,7 +44,7 @@ def best_probe(run: RunLog) -> dict[str, Any] | None:
     return max(fitting, key=lambda probe: probe["factor"], default=None)
 
 
-def search_rows(folder: Path) -> list[list[str]]:
+def search_rows(folder: Path) -> list[str]:
     """A row per search on one device: what fits, how far off the prediction was, and the proof.
 
     The proof is the log of five steps of train.py at the answer, ``steps_…`` beside ``train_…``.
@@ -58,28 +58,25 @@ def search_rows(folder: Path) -> list[list[str]]:
     return rows
 
 
-def _search_row(run: RunLog, config: dict[str, Any], best: dict[str, Any]) -> list[str]:
-    limit = config["memory_limit_gib"]
+def _search_row(run: RunLog, config: dict[str, Any], best: dict[str, Any]) -> str:
+    limit, is_train = config["memory_limit_gib"], config["mode"] == "train"
     proof = run.path.with_name(run.path.name.replace("train_", "steps_"))
-    steps = read_run(proof) if config["mode"] == "train" and proof.is_file() else None
-    return [
-        config["mode"], f"`{best['scaling_strategy']}`",
-        best["activation_checkpointing"] if config["mode"] == "train" else "",
-        "none" if limit is None else f"{limit:g}",
-        f"{'at least ' * (best['factor'] == config['high'])}{best['factor']}",
-        f"{best['num_parameters']:,}", *_prediction(best), str(len(run.probes)),
-        f"{(run.end or {})['seconds']['total']:.0f}",
-        f"{len(steps.steps)} steps, {steps.status}" if steps else "", run.path.name,
-    ]  # fmt: skip
+    steps = read_run(proof) if is_train and proof.is_file() else None
+    return told_row(
+        "fits: searches", best=best, at_least="at least " * (best["factor"] == config["high"]),
+        checkpointing=best["activation_checkpointing"] * is_train, error=error_pct(best),
+        limit="none" if limit is None else f"{limit:g}", num_probes=len(run.probes),
+        seconds=(run.end or {})["seconds"]["total"], log=run.path.name,
+        proof=f"{len(steps.steps)} steps, {steps.status}" if steps else "",
+    )  # fmt: skip
 
 
-def _prediction(probe: dict[str, Any]) -> list[str]:
-    """Predicted and measured peak, and the error."""
-    predicted, peak = probe["predicted_gib"], probe["peak_gib"]
-    return [f"{predicted:.2f}", f"{peak:.2f}", f"{100 * (predicted / peak - 1):+.2f}"]
+def error_pct(probe: dict[str, Any]) -> float:
+    """By how much the predicted peak is off the measured one."""
+    return 100 * (probe["predicted_gib"] / probe["peak_gib"] - 1)
 
 
-def error_rows(folder: Path) -> list[list[str]]:
+def error_rows(folder: Path) -> list[str]:
     """A row per model that was trained on one device: the error of the memory model."""
     rows = {}
     for run in read_searches(folder):
@@ -88,11 +85,10 @@ def error_rows(folder: Path) -> list[list[str]]:
             for probe in run.probes:
                 large = probe["fits"] and probe["peak_gib"] > MIN_PEAK_GIB
                 if large and probe["mode"] == "train" and not probe["simulated"]:
-                    strategy, factor, mode, compiled = place = tuple(probe[name] for name in WHAT)
-                    rows[(*place, batch)] = [
-                        f"`{strategy}`", str(factor), str(batch), mode, "yes" if compiled else "no",
-                        *_prediction(probe),
-                    ]  # fmt: skip
+                    place = (*(probe[name] for name in WHAT), batch)
+                    rows[place] = told_row(
+                        "fits: errors", best=probe, batch_size=batch, error=error_pct(probe)
+                    )
     return [rows[place] for place in sorted(rows)]
 
 
@@ -211,33 +207,28 @@ def _by_default(what: RunFacts) -> Setup:
     return replace(like, config=config)
 
 
-def measured_rows(folder: Path) -> list[list[str]]:
+def measured_rows(folder: Path) -> list[str]:
     """A row for each of `measured_limits`."""
     rows = []
     for run in measured_limits(folder):
         with blaming(run.path):
-            what, predicted_gib = facts(run), predict(setup_of_run(run)).allocated / GIB
-            rows.append([
-                str(what.gpus), f"`{what.strategy}`", str(what.activation_checkpointing),
-                str(what.factor), f"{what.num_parameters:,}",
-                *_prediction({**(run.end or {}), "predicted_gib": predicted_gib}),
-                str(what.factor + 1), run.path.name,
-            ])  # fmt: skip
+            predicted_gib = predict(setup_of_run(run)).allocated / GIB
+            best = {**(run.end or {}), "predicted_gib": predicted_gib}
+            what = {"what": facts(run), "failed": facts(run).factor + 1, "log": run.path.name}
+            rows.append(told_row("fits: measured", best=best, error=error_pct(best), **what))
     return rows
 
 
-def simulated_rows(folder: Path) -> list[list[str]]:
+def simulated_rows(folder: Path) -> list[str]:
     """A row per simulated search, by GPUs."""
     rows = []
     for run in read_searches(folder):
         with blaming(run.path):
             if (best := best_probe(run)) and best["simulated"]:
-                rows.append((best["world_size"], best["factor"], [
-                    str(best["world_size"]), f"`{best['scaling_strategy']}`",
-                    best["activation_checkpointing"], str(best["factor"]),
-                    f"{best['num_parameters']:,}", *_prediction(best),
-                    str(_planned(best, (run.run or {})["device_gib"])[0]),
-                ]))  # fmt: skip
+                planned, _ = _planned(best, (run.run or {})["device_gib"])
+                what = {"best": best, "error": error_pct(best), "planned": planned}
+                row = told_row("fits: simulated", **what)
+                rows.append((best["world_size"], best["factor"], row))
     return [row for _, _, row in sorted(rows)]
 
 

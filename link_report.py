@@ -18,7 +18,7 @@ from analysis import find_logs
 from hardware import GPUS_PER_NODE
 from model_config import TransformerConfig
 from run_log import RunLog, blaming, read_run
-from tables import told, told_tables
+from tables import told, told_row, told_tables
 
 FIGURE = "plots/published/links.png"  # as seen from README.md
 PROJECTED = (("all", 6), ("n_layers", 1))
@@ -195,34 +195,35 @@ def median_step_s(run: RunLog) -> float:
         return statistics.median(times_s)
 
 
-def bandwidth_row(found: Links, transport: str, kind: tuple[str, str]) -> list[str]:
+def bandwidth_row(found: Links, transport: str, kind: tuple[str, str]) -> str:
     """The fitted line of one collective, its median error, and some of the measured messages."""
     line, records = found.line(transport, kind), found.records(transport, kind)
     errors = [abs(line.seconds(r["bytes"]) / r["median_s"] - 1) for r in records]
     bandwidths = {record["group"]: f"{record['bus_gb_per_s']:.1f}" for record in records}
-    return [
-        transport, kind[0].replace("_", "-"), kind[1], f"{1e6 * line.latency_s:.1f}",
-        f"{line.bus_bytes_per_s / 1e9:.1f}", f"{100 * statistics.median(errors):.1f}",
-        *(bandwidths.get(group, "n/a") for group in MESSAGES),
-    ]  # fmt: skip
+    return told_row(
+        "links: collectives", transport=transport, collective=kind[0].replace("_", "-"),
+        dtype=kind[1], latency_us=1e6 * line.latency_s, gb_per_s=line.bus_bytes_per_s / 1e9,
+        error=100 * statistics.median(errors),
+        bandwidths=" | ".join(bandwidths.get(group, "n/a") for group in MESSAGES),
+    )  # fmt: skip
 
 
-def step_row(found: Links, shape: Shape, transport: str) -> list[str]:
+def step_row(found: Links, shape: Shape, transport: str) -> str:
     """A measured step, and what the model predicts of it where it has its inputs."""
-    run, cells = found.steps[shape, transport], ["n/a"] * 4
+    run, alone_s, error = found.steps[shape, transport], math.nan, math.nan
     measured_s, times_s = median_step_s(run), windows_s(run)
     if alone := found.steps.get((shape, "")):
         with blaming(run.path):
             check_pair(run, alone)
     if alone and transport in found.bandwidth:
         alone_s, error = median_step_s(alone), found.error(shape, transport)
-        cells = [f"{1e3 * alone_s:.1f}", f"{100 * (1 - alone_s / measured_s):.1f}",
-                 f"{1e3 * (1 + error) * measured_s:.1f}", f"{100 * error:+.1f}"]  # fmt: skip
-    return [
-        f"`{shape[0]}` {shape[1]}", transport, f"{tokens_per_gpu(run) / measured_s:,.0f}",
-        f"{1e3 * measured_s:.1f}", f"{100 * (max(times_s) - min(times_s)) / measured_s:.1f}",
-        *cells, run.path.name,
-    ]  # fmt: skip
+    return told_row(
+        "links: steps", shape=shape, transport=transport, log=run.path.name,
+        speed=tokens_per_gpu(run) / measured_s, step_ms=1e3 * measured_s,
+        spread=100 * (max(times_s) - min(times_s)) / measured_s, alone_ms=1e3 * alone_s,
+        exposed=100 * (1 - alone_s / measured_s), error=100 * error,
+        predicted_ms=1e3 * (1 + error) * measured_s,
+    )  # fmt: skip
 
 
 def replicate_from(found: Links, shape: Shape, gb_per_s: float) -> int | None:
@@ -254,11 +255,10 @@ def link_section(folder: Path) -> str:
     found = Links(folder)
     ran = [of for of in product(links.TRANSPORTS, COLLECTIVES) if of[0] in found.bandwidth]
     stepped = [of for of in product(links.SHAPES, links.TRANSPORTS) if of in found.steps]
-    projected = [
-        [f"`{shape[0]}` {shape[1]}", str(gpus),
-         *(f"{found.projected(shape, gpus, *way):,.0f}" for way in WAYS)]
-        for shape, gpus in product(found.projectable, GPUS_IN_TABLE)
-    ]  # fmt: skip
+    projected = []
+    for shape, gpus in product(found.projectable, GPUS_IN_TABLE):
+        speeds = " | ".join(f"{found.projected(shape, gpus, *way):,.0f}" for way in WAYS)
+        projected.append(told_row("links: projected", shape=shape, gpus=gpus, speeds=speeds))
     ways = " | ".join(f"{link:g} GB/s, {'replicas' if r else 'FSDP'}" for link, r in WAYS)
     messages = " | ".join(f"{name} (GB/s)" for name in MESSAGES)
     what = found.bandwidth[ran[0][0]].run or {} if ran else {}

@@ -17,12 +17,11 @@ import numpy as np
 import tyro
 
 import parity
-from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, mean_metrics
+from analysis import MFU_TOLERANCE, SKIP_STEPS, SKIP_STEPS_LEGACY, mean_metrics
 from cli import parse_flags, refuse
 from loss_figure import plot_comparison
 from run_log import RunLog, read_run
 
-MFU_TOLERANCE = 0.02
 METRICS = {
     "tokens_per_sec": "tokens_per_s",
     "training_tokens_pct": "training_tokens_pct",

@@ -24,19 +24,18 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 import study
-from analysis import SKIP_STEPS, SKIP_STEPS_LEGACY, load_runs, table
+from analysis import MFU_TOLERANCE, SKIP_STEPS, SKIP_STEPS_LEGACY, load_runs, table
 from breakdown import IDLE, KINDS, shares_of_step
 from cli import check_flags, parse_flags, refuse
 from run_log import RunLog
-from tables import as_text, markdown_table, told
+from tables import told_row, told_tables
 
 MARKERS, DASHES = "osD^vP<>Xh", ("-", "--", ":", "-.")
 # Settings that a caption names where all runs share them.
 CAPTION_FIELDS = ("device", "torch_version", "model_dtype", "compute_dtype", "sequence_length",
                   "batch_size", "activation_checkpointing", "compiled")  # fmt: skip
 MAX_VARIANTS = 10  # in a legend
-MAX_LEGEND = (115, 6)  # letters and lines of one above the panels
-MFU_TOLERANCE = 0.02
+NUM_COLUMNS, COLUMN_CHARS = 3, 30  # of a legend
 CLOSE = 0.045  # share of an axis in which there is no room for two factors
 MAX_TICKS = 6  # as many labels as half a figure has room for
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -50,7 +49,7 @@ LABELS = {
     "peak_memory": "Peak memory per GPU (GiB)",
 }
 READING = "Points: median of the logged steps after the warm-up; bars: quartiles, range of repeats."
-# Why a line has no point in a figure.
+# Why a panel has no point.
 REASONS = {
     "mfu": "no peak is known for the device",
     "scaling_efficiency": "no run on one GPU without FSDP has the same size, batch and settings",
@@ -93,11 +92,6 @@ def main(config: PlotsConfig) -> None:
     config.output_dir.mkdir(parents=True, exist_ok=True)
     (config.output_dir / "results.csv").write_text(results_csv(frame), "utf-8")
     notes = [*table_notes(frame, config), *(f"left out: {line}" for line in left_out)]
-    if (num_variants := len({line.variant for line in lines})) > MAX_VARIANTS:
-        notes.append(
-            f"{num_variants} ways of running beside GPUs and FSDP: more than a figure can tell"
-            " apart; give the folder of one study to --logs"
-        )
     if not any(run.breakdowns for run in runs):
         notes.append("no breakdown of a step: no run was profiled (--profile)")
     if not lines:
@@ -132,29 +126,14 @@ def in_ranks(text: str, frame: pd.DataFrame) -> str:
 
 def results_table(frame: pd.DataFrame) -> str:
     """The table of runs for people, in the shape of the original's: how it ran, how it went."""
-    header = in_ranks(told("runs"), frame).strip("| ")
-    return markdown_table(header, [_row(row) for row in study.rows_of(frame)])
+    rows = [_row(row) for row in study.rows_of(frame)]
+    return in_ranks(told_tables({"runs": rows}), frame)
 
 
-def _row(row: Any) -> list[str]:
-    def text(value: Any) -> str:
-        return "not logged" if pd.isna(value) else str(value)
-
+def _row(row: Any) -> str:
     ending = "yes" if row.status == "completed" else f"no: {row.status.replace('_', ' ')}"
-    quartiles = (row.tokens_per_s_p25, row.tokens_per_s_p75)
-    steps = f"{row.num_steps} ({row.first_step:.0f} to {row.last_step:.0f})"
-    return [
-        str(row.gpus), "not logged" if pd.isna(row.nodes) else f"{row.nodes:.0f}",
-        str(row.factor), f"{row.num_parameters:,}", row.log, ending, f"`{row.strategy}`",
-        "yes" if row.fsdp else "no", f"{row.batch_size} × {row.sequence_length}",
-        text(row.model_dtype), text(row.activation_checkpointing), text(row.compiled).lower(),
-        steps if row.num_steps else "0", as_text(row.tokens_per_s_median, ",.0f"),
-        " to ".join(as_text(value, ",.0f") for value in quartiles),
-        *(as_text(value, ",.2f") for value in (
-            row.tokens_per_s, row.training_tokens_pct, row.mfu_pct, row.mfu_pct_as_logged,
-            row.tflops, row.peak_gib)), study.ways_of(row),
-        text(row.device), text(row.torch_version), text(row.commit),
-    ]  # fmt: skip
+    steps = f" ({row.first_step:.0f} to {row.last_step:.0f})" * (row.num_steps > 0)
+    return told_row("runs", row=row, success=ending, steps=steps, ways=study.ways_of(row))
 
 
 def table_notes(frame: pd.DataFrame, config: PlotsConfig) -> list[str]:
@@ -193,11 +172,9 @@ def draw_all(lines: Sequence[study.Line], runs: Sequence[RunLog], folder: Path) 
         return
     alone = {name: (name,) for name in LABELS}
     for file, names in {**alone, "training_metrics_comparison": FOUR}.items():
-        shape, size = ((1, 1), (10, 5.6)) if len(names) == 1 else ((2, 2), (12, 8.4))
-        if len(names) > 1 and len({line.strategy for line in lines}) > 1:
-            shape, size = (4, 1), (10, 14.4)  # beside each other there is room for one strategy
-        figure = plt.figure(figsize=size, layout="constrained")
-        grid = figure.add_gridspec(*shape)
+        height = 5.6 if len(names) == 1 else 3.6 * len(names)
+        figure = plt.figure(figsize=(10, height), layout="constrained")
+        grid = figure.add_gridspec(len(names), 1)
         for number, name in enumerate(names):
             draw_metric(grid[number], name, lines)
         finish(figure, lines, READINGS.get(file, READING))
@@ -241,16 +218,16 @@ def draw_metric(spec: Any, name: str, lines: Sequence[study.Line]) -> None:
 
 def draw_panel(axes: plt.Axes, name: str, lines: Sequence[study.Line], *, share: float) -> None:
     """The lines of one strategy; ``share``: of the width that one panel alone would have."""
-    trained = [line.points.query(f"status != '{study.OUT_OF_MEMORY}'") for line in lines]
-    drawn: list[Any] = [points[points[name].notna()] for points in trained]
-    for line, points in zip(lines, drawn, strict=True):
-        draw_line(axes, line, points, name)
-    lacking = [one for one, t, d in zip(lines, trained, drawn, strict=True) if len(t) > len(d) == 0]
-    if lacking:
-        is_empty = all(points.empty for points in drawn)
-        tell_lacking(axes, lacking, name, is_empty=is_empty, share=share)
+    for line in lines:
+        draw_line(axes, line, name)
+    points = pd.concat([line.points for line in lines])
+    trained = points["status"] != study.OUT_OF_MEMORY
+    if trained.any() and points.loc[trained, name].isna().all():
+        text = in_ranks(f"not drawn: {REASONS.get(name, 'not logged')}", points)
+        axes.text(0.5, 0.5, textwrap.fill(text, max(20, int(52 * share))), ha="center",
+                  transform=axes.transAxes, fontsize=9.5, color="0.35")  # fmt: skip
     scale_sizes(axes, sizes_of(lines), share)
-    name_factors(axes, pd.concat([line.points for line in lines]), lines[0].strategy, share)
+    name_factors(axes, points, lines[0].strategy, share)
 
 
 def sizes_of(lines: Sequence[study.Line]) -> list[int]:
@@ -258,22 +235,10 @@ def sizes_of(lines: Sequence[study.Line]) -> list[int]:
     return [size for line in lines for size in line.points["num_parameters"]]
 
 
-def tell_lacking(
-    axes: plt.Axes, lines: Sequence[study.Line], name: str, *, is_empty: bool, share: float
-) -> None:
-    """Say which lines have no point here (where others have), and why."""
-    text = f"not drawn: {REASONS.get(name, 'not logged')}"
-    if not is_empty:
-        names = [", ".join(filter(None, (line.configuration, line.variant))) for line in lines]
-        text = f"{names[0] if len(names) == 1 else f'{len(names)} lines'} {text}"
-    text = in_ranks(text, pd.concat([line.points for line in lines]))
-    text = textwrap.fill(text, max(20, int(52 * share)))
-    axes.text(0.5, 0.5 if is_empty else 0.03, text, transform=axes.transAxes, ha="center",
-              fontsize=9.5, color="0.35")  # fmt: skip
-
-
-def draw_line(axes: plt.Axes, line: study.Line, points: pd.DataFrame, name: str) -> None:
+def draw_line(axes: plt.Axes, line: study.Line, name: str) -> None:
     """Points with their spread, joined; hollow where a run was cut short, n= where repeated."""
+    is_drawn = line.points[name].notna() & (line.points["status"] != study.OUT_OF_MEMORY)
+    points: Any = line.points[is_drawn]
     sizes, values = points["num_parameters"], points[name]
     spread = np.abs([values - points[f"{name}_low"], points[f"{name}_high"] - values])
     color, marker, dash = style(line)
@@ -329,10 +294,7 @@ def scale_sizes(axes: plt.Axes, sizes: Any, share: float) -> None:
     is_log_x = sizes[-1] > 4 * sizes[0]
     axes.set_xscale("log" if is_log_x else "linear")
     at = np.log(sizes) if is_log_x else sizes
-    shown = [0]
-    for number, place in enumerate(at):
-        if place - at[shown[-1]] > (at[-1] - at[0]) / max(1.9, MAX_TICKS * share):
-            shown.append(number)
+    shown = apart(at, 1 / max(1.9, MAX_TICKS * share))
     axes.set_xticks(sizes[shown], [size_label(size) for size in sizes[shown]])
     axes.set_xticks([], minor=True)
     margin = 0.06 / share * (at[-1] - at[0] or at[0])
@@ -340,18 +302,27 @@ def scale_sizes(axes: plt.Axes, sizes: Any, share: float) -> None:
     axes.set_xlim(*(np.exp(ends) if is_log_x else ends))
 
 
+def apart(places: np.ndarray, share: float) -> list[int]:
+    """Numbers of the places, from the first on, that are this share of all their width apart."""
+    shown = [0]
+    for number, place in enumerate(places):
+        if place - places[shown[-1]] > share * (places[-1] - places[0]):
+            shown.append(number)
+    return shown
+
+
 def scale_values(axes: plt.Axes, values: pd.Series, *, is_log: bool) -> None:
     """A log axis where values span decades; else one that begins at 0."""
     if values.empty:
         axes.set_yticks([])
-    elif is_log and values.max() > 10 * values.min():
+        return
+    if is_log and values.max() > 10 * values.min():
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
-    if not values.empty:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
 
 
 def size_label(size: float) -> str:
@@ -363,14 +334,9 @@ def size_label(size: float) -> str:
 def name_factors(axes: plt.Axes, points: pd.DataFrame, strategy: str, share: float) -> None:
     """Above the axes, the strategy and its factors."""
     sizes = points.drop_duplicates("num_parameters").sort_values("num_parameters")
-    smallest, largest = sizes["num_parameters"].min(), sizes["num_parameters"].max()
-    close, shown, last = (largest / smallest) ** (CLOSE / share), [], 0.0
-    for row in study.rows_of(sizes):
-        if row.num_parameters >= close * last:
-            shown.append((row.num_parameters, row.factor))
-            last = row.num_parameters
+    shown = sizes.iloc[apart(np.log(sizes["num_parameters"].to_numpy()), CLOSE / share)]
     top = axes.secondary_xaxis("top")
-    top.set_xticks(*zip(*shown, strict=True), fontsize=9, color="0.35")
+    top.set_xticks(shown["num_parameters"], shown["factor"], fontsize=9, color="0.35")
     top.set_xticks([], minor=True)
     top.tick_params(length=3, pad=1, color="0.35")
     top.set_xlabel(f"factor of {strategy}", fontsize=9, color="0.35", loc="right")
@@ -379,10 +345,8 @@ def name_factors(axes: plt.Axes, points: pd.DataFrame, strategy: str, share: flo
 
 def draw_limits(panels: Sequence[plt.Axes], points: pd.DataFrame) -> None:
     """The memory of each device as a line, where the logs say how much it has."""
-    limits = dict(zip(points["device"], points["device_memory_gib"], strict=True))
-    for device, gib in limits.items():
-        if np.isnan(gib):
-            continue
+    devices: Any = points.groupby("device")
+    for device, gib in devices["device_memory_gib"].max().dropna().items():
         panels[0].set_ylim(top=max(panels[0].get_ylim()[1], 1.12 * gib))
         for axes in panels:
             axes.axhline(gib, color="0.25", linestyle="--", linewidth=1.4)
@@ -391,35 +355,27 @@ def draw_limits(panels: Sequence[plt.Axes], points: pd.DataFrame) -> None:
 
 
 def finish(figure: plt.Figure, lines: Sequence[study.Line], reading: str) -> None:
-    """Legend (colours, then markers), and a caption of what all runs share.
-
-    Above the panels where it needs few lines, else beside them.
-    """
-    above = entries(lines, 44)
-    if num_columns := next((num for num in (3, 2, 1) if fits_above(above, num)), 0):
-        figure.legend(handles=above, loc="outside upper left", ncols=num_columns, frameon=False,
-                      fontsize=10)  # fmt: skip
-    else:
-        figure.legend(handles=entries(lines, 32), loc="outside right upper", frameon=False,
-                      fontsize=10)  # fmt: skip
+    """Legend (colours, then markers), and a caption of what all runs share."""
+    figure.legend(handles=entries(lines), loc="outside upper left", ncols=NUM_COLUMNS,
+                  frameon=False, fontsize=10)  # fmt: skip
     points = pd.concat([line.points for line in lines])
     own = [study.settings_of(row) for row in study.rows_of(points)]
     add_caption(figure, own, in_ranks(reading, points))
 
 
-def entries(lines: Sequence[study.Line], width: int) -> list[Line2D]:
-    """Entries of the legend, in two lines of ``width`` letters at most."""
+def entries(lines: Sequence[study.Line]) -> list[Line2D]:
+    """Entries of the legend, of two lines at most."""
     colors = {line.configuration: style(line)[0] for line in lines}
     handles = [Line2D([], [], color=c, linewidth=4, label=name) for name, c in colors.items()]
     if len(shapes := {line.variant: style(line)[1:] for line in lines}) > 1:
         handles += [
             Line2D([], [], color="0.3", marker=marker, linestyle=dash,
-                   label=textwrap.fill(variant or "otherwise", width, max_lines=2,
+                   label=textwrap.fill(variant or "otherwise", COLUMN_CHARS, max_lines=2,
                                        placeholder=" …"))
             for variant, (marker, dash) in list(shapes.items())[:MAX_VARIANTS]
         ]  # fmt: skip
     if len(shapes) > MAX_VARIANTS:
-        text = f"and {len(shapes) - MAX_VARIANTS} others: too many\nfor a figure (see results.md)"
+        text = f"and {len(shapes) - MAX_VARIANTS} others: too many;\ngive --logs one study"
         handles.append(Line2D([], [], linestyle="", label=text))
     points = pd.concat([line.points for line in lines])
     marks = {"x": ("out of memory", (points["status"] == study.OUT_OF_MEMORY).any()),
@@ -429,15 +385,6 @@ def entries(lines: Sequence[study.Line], width: int) -> list[Line2D]:
                markerfacecolor="white", markeredgewidth=1.8)
         for mark, (text, seen) in marks.items() if seen
     ]  # fmt: skip
-
-
-def fits_above(handles: Sequence[Line2D], num_columns: int) -> bool:
-    """Whether a legend of these columns is neither too wide for a figure nor too high."""
-    texts = [str(handle.get_label()).split("\n") for handle in handles]
-    size = -(-len(texts) // num_columns)
-    columns = [texts[first : first + size] for first in range(0, len(texts), size)]
-    width = sum(max(len(line) for text in column for line in text) + 8 for column in columns)
-    return width <= MAX_LEGEND[0] and max(sum(map(len, c)) for c in columns) <= MAX_LEGEND[1]
 
 
 def add_caption(figure: plt.Figure, own: Sequence[dict[str, Any]], reading: str) -> None:
@@ -462,33 +409,29 @@ def draw_breakdown(runs: Sequence[RunLog]) -> plt.Figure:
     names = [study.configuration_of(row) for row, _ in rows]
     own = [study.settings_of(row) for row, _ in rows]
     telling = [field for field in study.telling_settings(own, names) if field != "strategy"]
-    labels = []
+    shares = [shares_of_step(run.breakdowns[-1], study.quiet_step_s(run)) for _, run in rows]
+    left, labels = np.zeros(len(rows)), []
+    for kind, color in zip(KINDS, colors, strict=True):
+        widths = np.array([100 * of_step[kind] for of_step in shares])
+        bars = axes.barh(range(len(rows)), widths, 0.72, left, color=color,
+                         label=kind if widths.any() else "_")  # fmt: skip
+        texts = [f"{width:.0f}" if width > 3.5 else "" for width in widths]
+        ink = "black" if kind in ("copies", IDLE) else "white"
+        axes.bar_label(bars, texts, label_type="center", color=ink, fontsize=10)
+        left += widths
     for place, (row, run) in enumerate(rows):
-        step_s = study.quiet_step_s(run)
-        shares, left = shares_of_step(run.breakdowns[-1], step_s), 0.0
-        for (kind, share), color in zip(shares.items(), colors, strict=True):
-            axes.barh(place, 100 * share, 0.72, 100 * left, color=color,
-                      label=kind if share else "_")  # fmt: skip
-            if share > 0.035:
-                ink = "black" if kind in ("copies", IDLE) else "white"
-                axes.text(100 * (left + share / 2), place, f"{100 * share:.0f}", color=ink,
-                          ha="center", va="center", fontsize=10)  # fmt: skip
-            left += share
         variant = study.variant_of(own[place], telling)
         words = (f"{row.strategy} {row.factor}", names[place], variant)
         labels.append("\n".join(textwrap.wrap(", ".join(filter(None, words)), 34)))
         notes = [f"{run.breakdowns[-1]['num_kernels_per_step']:,.0f} kernels"]
-        if step_s and not pd.isna(row.peak_tflops):
+        if (step_s := study.quiet_step_s(run)) and not pd.isna(row.peak_tflops):
             flops = row.flops_per_token * row.global_batch * row.sequence_length / row.gpus
             notes.insert(0, f"MFU {100 * flops / step_s / 1e12 / row.peak_tflops:.0f} %")
         axes.text(101, place, "\n".join(notes), va="center", fontsize=9.5)
     axes.set_yticklabels(labels)
     axes.invert_yaxis()
     axes.grid(visible=False)
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    shown = [kind for kind in KINDS if kind in handles]
-    figure.legend([handles[kind] for kind in shown], shown, loc="outside upper left",
-                  ncols=4, frameon=False, fontsize=10)  # fmt: skip
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=10)
     add_caption(figure, own, "Idle: no kernel runs, log lines included.")
     return figure
 

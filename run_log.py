@@ -15,7 +15,6 @@ import math
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
@@ -175,7 +174,6 @@ class RunLog:
     legacy: Any = None  # LegacyFacts of an older log
     num_skipped_lines: int = 0
     num_duplicate_steps: int = 0
-    skipped_kinds: Counter[str] = field(default_factory=Counter)
 
     @property
     def run(self) -> dict[str, Any] | None:
@@ -285,8 +283,6 @@ class _Reader:
             self.current.end = values
         elif kind in ("Probe", "Breakdown", "Checkpoint", "Link"):
             getattr(self.current, f"{kind.lower()}s").append(values)
-        elif kind[0].isupper():
-            self.current.skipped_kinds[kind] += 1
         return end
 
     def finish_current(self) -> None:

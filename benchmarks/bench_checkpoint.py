@@ -3,11 +3,10 @@
     python benchmarks/bench_checkpoint.py --output-dir logs/published/h200/checkpoint
 
 Three runs of train.py with its defaults, each with a log of its own: one without checkpoints, one
-that saves in its middle, and one that goes on from there. Writes checkpoint.json and checkpoint.md
-beside the logs; every number in them is from the logs. The checkpoints are removed at the end.
+that saves in its middle, and one that goes on from there. Prints a table, whose numbers are all
+from the logs. The checkpoints are removed at the end.
 """
 
-import json
 import shutil
 import sys
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cli import parse_flags
-from figures import checkpoint_costs, checkpoint_table
+from figures import checkpoint_table
 from make_logs import run_script
 
 NUM_STEPS = 100  # long enough to go on while the save is written
@@ -28,7 +27,7 @@ class BenchConfig:
     """Measure what a checkpoint costs on this GPU."""
 
     output_dir: Path = Path("logs/bench_checkpoint")
-    """Folder of the logs and results."""
+    """Folder of the logs."""
     checkpoint_dir: Path = Path("logs/bench_checkpoint/saved")
     """Folder of the checkpoints, on the disk that is to be measured."""
     flags: str = "--scaling-strategy all --scaling-factor 8"
@@ -44,7 +43,7 @@ def run(config: BenchConfig, name: str, more: str) -> None:
 
 
 def main(config: BenchConfig) -> None:
-    """Make the three runs, write and print the table."""
+    """Make the three runs and print the table."""
     config.output_dir.mkdir(parents=True, exist_ok=True)
     saved = config.checkpoint_dir.resolve()
     shutil.rmtree(saved, ignore_errors=True)
@@ -54,10 +53,7 @@ def main(config: BenchConfig) -> None:
     resume = f"--resume {saved}/step-{NUM_STEPS:08d}"
     run(config, "resumed", f"--training-steps {NUM_STEPS + 1} {resume}")
     shutil.rmtree(saved)
-    costs, table = checkpoint_costs(config.output_dir), checkpoint_table(config.output_dir)
-    (config.output_dir / "checkpoint.json").write_text(json.dumps(costs, indent=1) + "\n")
-    (config.output_dir / "checkpoint.md").write_text(table + "\n")
-    print(table)
+    print(checkpoint_table(config.output_dir))
 
 
 if __name__ == "__main__":

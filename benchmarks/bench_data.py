@@ -2,17 +2,16 @@
 
 Run `make bench-data` (or `python benchmarks/bench_data.py --help`). Each measurement is a process
 of its own, so that the first batch counts loading the tokenizer and opening the dataset, but not
-importing torch. Prints the median and the range over the repeats, and last of all one line of JSON.
+importing torch. Prints the median and the range over the repeats.
 """
 
-import json
 import os
 import platform
 import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -20,8 +19,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from cli import parse_flags  # noqa: E402
-
-METHOD_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -70,26 +67,20 @@ def measure_in_a_process(config: BenchConfig, num_workers: int) -> dict[str, flo
 
 
 def main(config: BenchConfig) -> None:
-    """Measure each number of workers and print the table and the JSON."""
+    """Measure each number of workers and print the table."""
     num_cores = len(os.sched_getaffinity(0))
     print(
         f"{Path(config.dataset).name}, {config.tokenizer}, {config.rows} rows of "
         f"{config.sequence_length} tokens a step, 1 + {config.steps} steps, "
         f"{config.repeats} repeats, {num_cores} cores, Python {platform.python_version()}"
     )
-    results = []
     for num_workers in config.workers:
         runs = [measure_in_a_process(config, num_workers) for _ in range(config.repeats)]
-        result: dict[str, float | list[float]] = {"num_workers": num_workers}
         for key in ("tokens_per_s", "first_batch_s"):
             values = sorted(run[key] for run in runs)
-            result |= {key: statistics.median(values), f"{key}_range": [values[0], values[-1]]}
-            middle, low, high = (f"{v:,.2f}" for v in (result[key], values[0], values[-1]))
+            shown = (statistics.median(values), values[0], values[-1])
+            middle, low, high = (f"{value:,.2f}" for value in shown)
             print(f"{num_workers} workers: {key:<14} {middle:>14}  ({low} to {high})")
-        results.append(result)
-    flags = asdict(config) | {"num_cores": num_cores}
-    del flags["dataset"], flags["workers"]
-    print(json.dumps({"method_version": METHOD_VERSION, **flags, "results": results}))
 
 
 if __name__ == "__main__":

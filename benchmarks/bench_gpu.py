@@ -5,8 +5,8 @@
 First the sustained rate of a large bf16 matmul (the ceiling), then train.py at each shape, with its
 defaults. A shape is one process: after the warm-up its log has three windows of equal length, whose
 median and spread are reported. Shapes whose log is complete are not repeated. Beside the logs it
-writes ceiling.json, gpu_states.json (clock, temperature and power after each shape), and the table
-as bench.md and, with all of that, as bench.json.
+writes ceiling.json and gpu_states.txt (clock, temperature and power after each shape), and prints
+the table.
 """
 
 import json
@@ -27,7 +27,6 @@ from make_logs import make_logs, run_script
 
 METHOD_VERSION = 1
 NUM_WINDOWS = 3
-STATES = "gpu_states.json"
 
 
 @dataclass(frozen=True)
@@ -81,37 +80,13 @@ def train_shape(strategy: str, factor: int, batch_size: int, window: int, log: P
     flags += f" --batch-size {batch_size} --logging-frequency {window} --learning-rate 5e-5"
     flags += f" --training-steps {(NUM_WINDOWS + 1) * window}"
     how, state = run_script(["train.py", *flags.split()], log), gpu_state()
-    states = read_states(log.parent) | {log.stem: state}
-    (log.parent / STATES).write_text(json.dumps(states, indent=1) + "\n")
+    with (log.parent / "gpu_states.txt").open("a") as states:
+        states.write(f"{log.stem}: {state}\n")
     return f"{how}: {state}"
 
 
-def read_states(folder: Path) -> dict[str, str]:
-    """State of the GPU after each shape, as far as it was kept."""
-    try:
-        return json.loads((folder / STATES).read_text())
-    except (OSError, ValueError):  # cut short by the end of a series
-        return {}
-
-
-def write_results(folder: Path) -> str:
-    """Write bench.md and bench.json from the logs and files of a folder; the table."""
-    if not (table := bench_table(folder)):
-        return "no shape was measured"
-    head, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines()
-                      if line.startswith("|"))  # fmt: skip
-    results = {
-        "ceiling": json.loads((folder / "ceiling.json").read_text()),
-        "gpu_states": read_states(folder),
-        "shapes": [dict(zip(head, row, strict=True)) for row in rows],
-    }
-    (folder / "bench.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    (folder / "bench.md").write_text(table + "\n")
-    return table
-
-
 def main(config: BenchConfig) -> None:
-    """Measure the ceiling and all shapes that time allows; write and print the table."""
+    """Measure the ceiling and all shapes that time allows; print the table."""
     import torch
 
     if not torch.cuda.is_available():
@@ -124,7 +99,7 @@ def main(config: BenchConfig) -> None:
         torch.cuda.empty_cache()
     makers = {"{}_{}_batch_{}".format(*shape): partial(train_shape, *shape) for shape in SHAPES}
     make_logs(makers, folder, max_minutes=config.max_minutes)
-    print(write_results(folder))
+    print(bench_table(folder) or "no shape was measured")
 
 
 if __name__ == "__main__":

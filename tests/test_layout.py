@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Documentation is not held against anybody: docstrings, comments and blank lines are not counted.
-MAX_LINES_OF_CODE = 6807
+MAX_LINES_OF_CODE = 6782
 MAX_LINES_FUNCTION = 60
 MAX_LINES_DIFFERENT = 12
 

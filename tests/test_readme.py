@@ -1,6 +1,5 @@
 """Does README.md say what the logs, the code and the Makefile say?"""
 
-import json
 import os
 import re
 import shutil
@@ -52,19 +51,6 @@ def commands(text: str) -> list[str]:
 def test_blocks_are_fresh() -> None:
     _, stale = figures.render(README, PUBLISHED)
     assert not stale, "run make figures"
-
-
-def test_published_benchmark_is_that_of_its_logs(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    bench_gpu = import_module("bench_gpu")
-    folder = shutil.copytree(PUBLISHED / "h200" / "bench", tmp_path / "bench")
-    (folder / "gpu_states.json").write_text('{"all_8_batch_1": "1980 MHz, 61, 640 W"}')
-    bench_gpu.write_results(folder)
-    published = PUBLISHED / "h200" / "bench"
-    assert (folder / "bench.md").read_text() == (published / "bench.md").read_text()
-    new, old = (json.loads((f / "bench.json").read_text()) for f in (folder, published))
-    assert new.pop("gpu_states") and len(new["shapes"]) == len(bench_gpu.SHAPES)
-    assert new == {key: value for key, value in old.items() if key != "gpu_states"}
 
 
 def test_a_stale_block_is_found_and_mended(tmp_path: Path) -> None:
@@ -165,7 +151,6 @@ def test_parity_on_gpus_is_told_from_one_folder(tmp_path: Path) -> None:
         shutil.copytree(PUBLISHED / "cpu" / "parity", tmp_path / device / "parity")
     shutil.copytree(PUBLISHED / "cpu" / "faults", tmp_path / "cpu" / "faults")
     text = figures.parity(tmp_path)
-    assert "parity_series.py`, `--where two-gpus`, commit" in text
     assert re.search(r"In bf16 \d+ to \d+ % of the weights moved, ", text)
     assert "Not equal is" not in text
     assert text.count("`all` 1 fp32, 2 × 4, resumed: 2 → 1 → 2 ranks |") == 2
