@@ -43,7 +43,8 @@ def through_host(collective: Callable[..., Any]) -> Callable[..., None]:
     signature = inspect.signature(collective)
 
     def call(*arguments: Any, **named: Any) -> None:
-        given = signature.bind(*arguments, **named).arguments | {"async_op": False}
+        given: dict[str, Any] = signature.bind(*arguments, **named).arguments
+        given["async_op"] = False
         on_host = {name: each.cpu() for name, each in given.items() if isinstance(each, Tensor)}
         collective(**given | on_host)
         for name, tensor in on_host.items():

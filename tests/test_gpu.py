@@ -155,29 +155,31 @@ def test_the_fault_of_one_gpu_ends_the_job_and_frees_both(fault: str, tmp_path: 
     assert log.status in expected.get(fault, ("failed",)), log.end
 
 
-@needs_two_gpus
-def test_sharding_over_two_gpus_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("update", ["adamw", "sgd"])
+def test_sharding_over_two_ranks_changes_no_bit(update: str, tmp_path: Path) -> None:
     # Gradients of two ranks have one sum, whoever adds them; nothing is clipped, since the norm of
     # two shards is added up in another order than that of the whole.
     flags = (
         "--scaling-factor 2 --sequence-length 1024 --batch-size 4 --training-steps 12 "
-        "--logging-frequency 1 --learning-rate 6e-4 --lr-warmup-steps 2 --grad-max-norm 1000 "
-        "--deterministic --cuda-graph off"  # a graph's rate is a number in fp32
+        "--logging-frequency 1 --lr-warmup-steps 2 --grad-max-norm 1000 --deterministic "
+        "--cuda-graph off "  # a graph's rate is a number in fp32
     )
-    ways = {"default": "", "again": "", "gathered": "--no-reshard-after-forward",
-            "replicas": "--replicas 2", "offload": "--cpu-offload"}  # fmt: skip
+    flags += "--learning-rate " + {"adamw": "6e-4", "sgd": "0.125"}[update]
+    ways = {"default": "", "offload": "--cpu-offload"}
+    if update == "adamw":
+        ways |= {"again": "", "gathered": "--no-reshard-after-forward", "replicas": "--replicas 2"}
     runs = {}
     for name, way in ways.items():
-        own = ["train_fsdp.py", *flags.split(), *way.split()]
+        own = ["tests/exact_train.py", update, "train_fsdp.py", *flags.split(), *way.split()]
         own += ["--log-file", str(tmp_path / f"{name}.out")]
         code, _, err = finish(start([*TORCHRUN, "2", *own]), timeout_s=200)
         assert code == 0, err[-2000:]
         runs[name] = read_run(tmp_path / f"{name}.out")
     losses = {name: [step.loss for step in run.steps] for name, run in runs.items()}
     digests = {name: (run.end or {})["digest"]["parameters"] for name, run in runs.items()}
-    print(losses)
-    assert losses["default"][0] - losses["default"][-1] > 0.5
-    for name in ways.keys() - {"offload"}:
+    print(update, losses)
+    assert losses["default"][0] - losses["default"][-1] > 0.1
+    for name in ways.keys() - ({"offload"} if update == "adamw" else set()):
         assert losses[name] == losses["default"] and digests[name] == digests["default"], name
     # The CPU's AdamW rounds some weights to their neighbours.
     assert losses["offload"][0] == losses["default"][0]
